@@ -49,6 +49,7 @@ class Storage(ABC):
         return RemoteStorage.from_uri(text) if is_remote(text) else LocalStorage(Path(text.removeprefix("file://")))
 
     is_local: bool = False
+    retry_s: float | None = None  # that a remote store is asked again for, below it too; None: RETRY_DEADLINE_S
 
     @property
     def local_path(self) -> Path:
@@ -219,7 +220,9 @@ class RemoteStorage(Storage):
         return self.uri
 
     def join(self, *names: str) -> "RemoteStorage":
-        return RemoteStorage(self.fs, "/".join([self.root, *names]), join_location(self.uri, *names))
+        below = RemoteStorage(self.fs, "/".join([self.root, *names]), join_location(self.uri, *names))
+        below.retry_s = self.retry_s
+        return below
 
     def read_bytes(self, name: str) -> bytes:
         return self._retry(name, lambda path: self.open_file(path).read())
@@ -324,7 +327,8 @@ class RemoteStorage(Storage):
 
     def _retry(self, name: str, operation: Callable[[str], Result]) -> Result:
         path = f"{self.root}/{name}".rstrip("/")
-        give_up_at, wait_s = time.monotonic() + RETRY_DEADLINE_S, 0.5
+        retry_s = RETRY_DEADLINE_S if self.retry_s is None else self.retry_s
+        give_up_at, wait_s = time.monotonic() + retry_s, 0.5
         while True:
             try:
                 return operation(path)
@@ -336,7 +340,7 @@ class RemoteStorage(Storage):
                 if any(each in str(error) for each in NO_TRAILERS):
                     raise StorageError(f"{self / name}: {NO_TRAILERS_HELP}: {error}") from error
                 if time.monotonic() + wait_s > give_up_at:
-                    raise OSError(f"{self / name}: still failing after {RETRY_DEADLINE_S:.0f} s: {error}") from error
+                    raise OSError(f"{self / name}: still failing after {retry_s:.0f} s: {error}") from error
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 15.0)
 

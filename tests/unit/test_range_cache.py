@@ -3,15 +3,20 @@
 import multiprocessing
 import pickle
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from regrow.config.schema import DataConfig
 from regrow.data.read.corpora import Corpora
+from regrow.data.read.outage import GroupOver, Patience, PatientReader
 from regrow.data.read.range_cache import RangeCache
 from regrow.data.read.shards import ShardReader
-from regrow.errors import DataError
+from regrow.data.stream.dataset import task_reader
+from regrow.errors import DataError, UnavailableError
 from support.corpus import write_rows
 
 
@@ -140,3 +145,69 @@ def test_several_corpora_are_one_row_of_rows(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(corpora)) == corpora
     moved = Corpora.of({"a": folders["a"], "b": str(tmp_path / "b")}, config)
     assert moved.sha256 == corpora.sha256 != Corpora.of({"b": folders["b"], "a": folders["a"]}, config).sha256
+
+
+class Away(LocalFileSystem):
+    """A store that refuses the next `refusals` of what is asked for."""
+
+    protocol = "away"
+    refusals: ClassVar[float] = 0
+    asked: ClassVar[int] = 0
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.removeprefix("away://") if isinstance(path, str) else path)
+
+    def _open(self, *args: Any, **options: Any) -> Any:
+        Away.asked += 1
+        if Away.refusals > 0:
+            Away.refusals -= 1
+            raise ConnectionError("the store is away")
+        return super()._open(*args, **options)
+
+
+fsspec.register_implementation("away", Away)
+TRIES = 2  # of one read
+
+
+def away(folder: Path, refusals: float) -> Corpora:
+    """A corpus in a store that is away once its manifest was read."""
+    Away.refusals = 0
+    corpora = Corpora.at(f"away://{folder}/corpus", DataConfig(cache_dir=str(folder / "cache")))
+    assert corpora.manifests
+    Away.refusals, Away.asked = refusals, 0
+    return corpora
+
+
+def test_a_rank_does_not_wait_for_an_object_store_in_a_group_that_is_over(tmp_path: Path) -> None:
+    """It was deaf for 211 s, for each of two tries, and kept the ranks of its node waiting."""
+    rows, told = write_rows(tmp_path / "corpus", num_rows=64), list[str]()
+    reader = away(tmp_path, float("inf")).reader("train")
+    with pytest.raises(GroupOver):
+        PatientReader(reader, Patience(600.0, told.append, is_over=lambda: bool(told))).read(np.arange(4))
+    assert (len(told), Away.asked) == (1, TRIES)
+    assert "cannot be read here" in told[0]
+    assert "the store is away" in told[0]
+    with pytest.raises(UnavailableError, match="row group 0 cannot be read here"):
+        PatientReader(reader, Patience(0.0)).read(np.arange(4))
+    assert Away.asked == 2 * TRIES
+    Away.refusals = TRIES + 1
+    assert np.array_equal(PatientReader(reader, Patience(600.0)).read(np.arange(4)), rows[:4])
+
+
+def test_what_was_fetched_stays_while_the_store_is_away(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "corpus", num_rows=64)
+    reader = away(tmp_path, 0).reader("train")
+    assert np.array_equal(reader.read(np.arange(8)), rows[:8])
+    Away.refusals = float("inf")
+    with pytest.raises(UnavailableError):
+        reader.read(np.arange(16))
+    assert np.array_equal(reader.read(np.arange(8)), rows[:8])
+    again = away(tmp_path, float("inf")).reader("train")
+    assert np.array_equal(again.read(np.arange(8)), rows[:8]), "from the disk, its footer too"
+    assert Away.asked == 0
+
+
+def test_tasks_of_the_stream_are_patient_with_an_object_store(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "corpus", num_rows=64)
+    assert np.array_equal(task_reader(away(tmp_path, TRIES + 1)).read(np.arange(4)), rows[:4])

@@ -35,6 +35,7 @@ from regrow.storage import Storage, may_pass
 COLUMN = "tokens"
 CHECKSUMS = b"regrow.crc32"  # of the row groups, in the footer's key-value metadata
 OPEN_SHARDS = 64  # footers that a reader keeps
+RETRY_S = 1.0  # that a store is asked again for, while its node's other ranks wait: what is patient looks about between
 DOCUMENTS = pa.schema([pa.field("begin", pa.int64(), nullable=False), pa.field("id", pa.string(), nullable=False)])
 
 
@@ -53,6 +54,7 @@ class ShardReader:
         Nothing is read where its manifest is given. Raises DataError where the folder holds no finished corpus.
         """
         self.storage, self.split, self.cache = Storage.at(folder), split, cache
+        self.storage.retry_s = RETRY_S
         self.manifest = manifest or Manifest.load(folder)
         shards = self.manifest.splits[split].shards
         self.num_rows = self.manifest.splits[split].num_rows
@@ -88,23 +90,22 @@ class ShardReader:
 
     def read_group(self, shard_id: int, group_id: int) -> Rows:
         """A row group; where what the cache holds of it is damaged, fetched anew."""
-        shard = self._shards[shard_id]
+        where = f"{self.storage / self._shards[shard_id].file}: row group {group_id}"
         for last_try in [True] if self.cache is None else [False, True]:
             ranges: list[str] = []  # that the cache was asked for
             try:
                 return self._decode(shard_id, group_id, ranges)
-            except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            except OSError as error:  # of storage: bytes are checked before they are decoded
+                raise (UnavailableError if may_pass(error) else DataError)(
+                    f"{where} cannot be read here ({first_line(error.__cause__ or error)}); is {self.storage} mounted "
+                    "on this host, and can it be reached?"
+                ) from error
+            except (pa.ArrowException, ValueError, KeyError) as error:
                 with self._lock:
                     self.footers.pop(shard_id, None)
                 if self.cache is not None:
                     self.cache.forget(ranges)
                 if last_try:
-                    where = f"{self.storage / shard.file}: row group {group_id}"
-                    if isinstance(error, OSError):
-                        raise (UnavailableError if may_pass(error) else DataError)(
-                            f"{where} cannot be read here ({first_line(error)}); is {self.storage} mounted on this "
-                            "host, and can it be reached?"
-                        ) from error
                     raise DataError(
                         f"{where} cannot be read ({first_line(error)}); look with python -m jobs.inspect_data "
                         f"{self.storage} --verify, and if it is damaged there too, delete it and run python -m "

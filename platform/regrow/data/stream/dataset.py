@@ -13,7 +13,9 @@ import pyarrow as pa
 
 from regrow.data.read.batch import BatchLayout, Positions, RowReader, Rows
 from regrow.data.read.corpora import Corpora
+from regrow.data.read.outage import Patience, PatientReader
 from regrow.plan.order import Order
+from regrow.storage import RETRY_DEADLINE_S, is_remote
 
 Block = tuple[Positions, Rows]  # of one window: slice after slice, each of them step after step
 
@@ -45,7 +47,7 @@ def build_dataset(
                 yield {"window": np.array([window])}
 
     def produce(batch: dict[str, Any]) -> Any:
-        return window_table(int(batch["window"][0]), order, _reader(corpora), layout)
+        return window_table(int(batch["window"][0]), order, task_reader(corpora), layout)
 
     # the source must share the actor's fate, or its tickets would be lost with another node
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -61,9 +63,13 @@ def import_what_tasks_need() -> None:
 
 
 @functools.cache
-def _reader(corpora: Corpora) -> RowReader:
-    """One reader a process: Ray reuses processes for many windows."""
-    return corpora.reader("train")
+def task_reader(corpora: Corpora) -> RowReader:
+    """One reader a process: Ray reuses processes for many windows.
+
+    It is patient with an object store: a task that fails ends the Dataset. A mount may be broken on one node alone.
+    """
+    is_far = any(is_remote(folder) for folder in corpora.folders)
+    return PatientReader(corpora.reader("train"), Patience(RETRY_DEADLINE_S if is_far else 0.0))
 
 
 def window_table(window: int, order: Order, reader: RowReader, layout: BatchLayout) -> pa.Table:
