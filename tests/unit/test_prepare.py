@@ -7,6 +7,7 @@ import pickle
 import shutil
 import socket
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,48 @@ def test_a_node_that_does_not_see_the_storage_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"is not there on {socket.gethostname()}; set run.storage_path to a folder"):
         spool_piece(spool, recipe.pieces(CONFIG), recipe, CONFIG, (str(tmp_path / "elsewhere"), "0"), 0)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_source_that_is_given_from_here_is_found_by_tasks_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text("\n".join(f"{name} {number}" for number in range(2000)))
+    (tmp_path / "elsewhere").mkdir()
+
+    def elsewhere(function: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
+        """As a task of Ray has its own working directory and home."""
+        with monkeypatch.context() as there:
+            there.chdir(tmp_path / "elsewhere")
+            there.setenv("HOME", str(tmp_path / "elsewhere"))
+            yield from map(function, numbers)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in ("texts", "~/texts", "file://texts/*.txt"):
+        config = replace(CONFIG, recipe="text_files", source=source, validation_fraction=0.5)
+        folder, manifest = find_or_prepare(config, f"runs {source[0]}", progress=quiet, distribute=elsewhere)
+        assert manifest.counts["documents"] == 2
+        assert find_or_prepare(config, f"runs {source[0]}", progress=quiet) == (folder, manifest)
+
+
+def test_a_node_that_does_not_see_the_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text")
+
+    def elsewhere(function: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
+        (tmp_path / "texts" / "a.txt").unlink()
+        return map(function, numbers)
+
+    config = replace(CONFIG, recipe="text_files", source=str(tmp_path / "texts"))
+    problem = (
+        rf"data\.source={tmp_path}/texts is not there on {socket.gethostname()} \(.*a\.txt.*\); give a folder that"
+    )
+    with pytest.raises(DataError, match=problem):
+        find_or_prepare(config, str(tmp_path), progress=quiet, distribute=elsewhere)
 
 
 def test_a_manifest_of_another_version_or_a_torn_one_is_refused(corpus: Path, tmp_path: Path) -> None:

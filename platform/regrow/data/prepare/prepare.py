@@ -13,7 +13,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ import numpy as np
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.assemble import PLAN_FILE, Layout, assemble_shard, building_site, finished_shards, lay_out
 from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, content_hash, load_recipe
-from regrow.data.prepare.files import SourceFiles
+from regrow.data.prepare.files import SourceFiles, absolute
 from regrow.data.prepare.spool import Spool, Spooled
 from regrow.data.prepare.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
 from regrow.data.read.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
@@ -113,11 +113,12 @@ class Plan:
     def __init__(
         self, config: DataConfig, recipe: Recipe, folder: Storage, progress: Progress, distribute: Distribute
     ) -> None:
-        self.config, self.recipe, self.folder = config, recipe, folder
+        source = config.source and absolute(config.source)  # tasks have another working directory
+        self.config, self.recipe, self.folder = replace(config, source=source), recipe, folder
         self.progress = progress
         if is_remote(config.source):  # which may take a minute
             progress(LOOKING, 0, 1)
-        self.pieces = recipe.pieces(config)
+        self.pieces = recipe.pieces(self.config)
         if is_remote(config.source):
             progress(LOOKING, 1, 1)
         self.distribute = distribute if sum(piece.num_bytes for piece in self.pieces) > LOCAL_BYTES else map
@@ -170,7 +171,14 @@ def spool_piece(
 ) -> Spooled:
     """The task of one piece; `tokenizer` is the folder that has it, and the file's sha256."""
     group = next(group for group in shuffle_groups(len(pieces)) if index in group)
-    return spool.write(index, pieces[index], recipe, config, _tokenizer(*tokenizer), num_buckets=len(group))
+    bpe = _tokenizer(*tokenizer)
+    try:
+        return spool.write(index, pieces[index], recipe, config, bpe, num_buckets=len(group))
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.source={config.source} is not there on {socket.gethostname()} ({first_line(error)}); give a folder "
+            "that all nodes share, or a URI"
+        ) from error
 
 
 def make_shard(layout: Layout, spool: Spool, folder: Storage, names: Sequence[tuple[int, int]], index: int) -> Shard:
