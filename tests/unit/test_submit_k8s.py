@@ -1,7 +1,9 @@
 """What lies in k8s/ and conf/site agrees with what is rendered."""
 
 import re
+import shlex
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 from regrow.config.check import check
 from regrow.config.schema import Network, PretrainConfig, SubmitAction, SubmitConfig
 from regrow.submit.check import broken_rules, check_submit
-from regrow.submit.pods import GROUP, USER
+from regrow.submit.pods import GROUP, USER, sizes
 from regrow.submit.render import Code
 from support.submission import CODE, compose, rendered
 
@@ -123,6 +125,19 @@ def test_the_readme_builds_the_tag_that_is_looked_for() -> None:
     assert "git rev-parse --short=12 HEAD" in README
     (suffix,) = set(re.findall(r"regrow:\$sha-(\S+)", README))
     assert Code("0123456789ab", "2.60.0").tag == f"0123456789ab-{suffix}"
+
+
+def test_the_readmes_operator_waits_for_another_head_and_has_memory_for_the_largest_cluster() -> None:
+    """KubeRay fails a job for good whose state it cannot ask for 300 s; its chart's 512Mi do for some 500 pods."""
+    (line,) = re.findall(r"^    (helm install (?:.*\\\n)*.*)$", README, re.MULTILINE)
+    words = shlex.split(line.replace("\\\n", " "))
+    options = dict(word.split("=", 1) for before, word in pairwise(words) if before in ("--set", "--set-string"))
+    assert options["env[0].name"] == "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS"
+    assert int(options["env[0].value"]) >= 3600
+    assert words[words.index("env[0].value=3600") - 1] == "--set-string"  # a number is no value of a variable
+    config = compose(["+cluster=h100x16384"])
+    megabytes = int(options["resources.limits.memory"].removesuffix("Gi")) * 1024
+    assert megabytes > sizes(config, config.submit).most_nodes
 
 
 def test_the_readme_says_what_was_run_against_what() -> None:

@@ -417,6 +417,22 @@ def test_the_cause_of_a_failure_is_its_end(cluster: Cluster, capfd: pytest.Captu
     assert line.endswith(" ... error: no GPU")
 
 
+def test_a_job_that_kuberay_has_given_up_for_good_says_how_to_go_on(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The head did not answer for RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS, which counts as no failure to be retried."""
+    given_up = {"reason": "JobStatusCheckTimeoutExceeded", "message": "Job status checks have been failing since noon"}
+    hint = "KubeRay does not retry this: submit.action=apply goes on with the run"
+    cluster.has_job(RUNNING, FAILED | given_up)
+    assert act("logs") == 1
+    assert f"failing since noon; {hint}\n" in capfd.readouterr().err
+    assert act("status") == 0
+    assert hint in capfd.readouterr().out.splitlines()[0]
+    cluster.has_job(FAILED)
+    assert act("status") == 0
+    assert hint not in capfd.readouterr().out
+
+
 def test_log_lines_come_once_and_where_they_stopped(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     cluster.has_job(RUNNING, RUNNING, RUNNING, RUNNING, SUCCEEDED)
     cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")

@@ -362,6 +362,29 @@ def test_a_worker_may_be_evicted_before_its_node_ends_and_the_head_may_not(case:
     assert head["karpenter.sh/do-not-disrupt"] == "true"
 
 
+@pytest.mark.parametrize("case", IDS)
+def test_a_head_leaves_a_dead_host_well_before_kuberay_gives_its_job_up(case: str) -> None:
+    """Kubernetes' own tolerations of 300 s, after 40 to find the host dead, are as long as KubeRay's patience."""
+    cluster = rendered(CASES[case])[1][-1]["spec"]["rayClusterSpec"]
+    tolerations = cluster["headGroupSpec"]["template"]["spec"]["tolerations"]
+    for taint in ("not-ready", "unreachable"):
+        (found,) = [each for each in tolerations if each["key"] == f"node.kubernetes.io/{taint}"]
+        assert (found["operator"], found["effect"]) == ("Exists", "NoExecute")
+        assert 0 < found["tolerationSeconds"] <= 60
+
+
+@pytest.mark.parametrize("given", [[], ["+submit.env.RAY_START_ULIMIT_OPEN_FILES='131072'"]])
+def test_ray_starts_with_all_open_files_that_the_host_allows_or_with_what_the_user_says(given: list[str]) -> None:
+    """KubeRay's line in front of `ray start`, in the environment of the pods."""
+    cluster = rendered(["+cluster=h100x64", *given])[1][-1]["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
+        (container,) = group["template"]["spec"]["containers"]
+        env = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        line = "ulimit() { printf '%s ' $@; }; ulimit -n ${RAY_START_ULIMIT_OPEN_FILES:-65536}"
+        done = subprocess.run(["/bin/bash", "-c", "--", line], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["-n", "131072" if given else "hard"]
+
+
 def test_the_config_hash_is_the_runs_and_not_the_sites() -> None:
     def digest(arguments: list[str]) -> str:
         return cast(str, rendered(arguments)[1][-1]["metadata"]["annotations"]["regrow/config-sha256"])

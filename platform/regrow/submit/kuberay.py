@@ -23,6 +23,8 @@ POLL_S = 2.0
 REASONS_S = 5.0  # between looks at events
 ENDED = ("Complete", "Failed", "ValidationFailed")  # jobDeploymentStatus
 ENDS = ("SUCCEEDED", "STOPPED")  # jobStatus: the submitter has yet to say so; after FAILED KubeRay may try again
+UNSEEN_BY_KUBERAY = "JobStatusCheckTimeoutExceeded"  # reason: the head did not answer for too long
+NOT_RETRIED = "; KubeRay does not retry this: submit.action=apply goes on with the run"
 STOPPING_S = 120.0  # beyond the time that the job has for its checkpoint
 DELETING_S = 600.0
 UNREACHABLE_S = 6 * 3600.0  # for which an API server may be away while something waits
@@ -398,4 +400,5 @@ def _state_line(status: Object) -> str:
     state, job = status.get("jobDeploymentStatus") or "New", status.get("jobStatus")
     parts = [f"{state}{f' ({job})' if job else ''}"]
     parts += [cause(str(status[key])) for key in ("reason", "message") if status.get(key)]
-    return ": ".join(parts)
+    hint = NOT_RETRIED if status.get("reason") == UNSEEN_BY_KUBERAY else ""
+    return ": ".join(parts) + hint

@@ -22,6 +22,7 @@ HEAD_SHM_GIB = 8
 HEAD_OBJECT_STORE_BYTES = 4_000_000_000
 LEAVE_S = 10  # `ray start` drains again when it is told to end; by then there is nothing to drain
 END_S = 35  # for the containers to end after the drain
+DEAD_HOST_S = 30  # from a host that is found dead to its head pod's eviction; Kubernetes' default is 300 s
 GPU = "nvidia.com/gpu"
 
 NETWORK_RESOURCE = {Network.efa: "vpc.amazonaws.com/efa", Network.infiniband: "rdma/hca_shared_devices_a"}
@@ -39,6 +40,8 @@ LOCK_MEMORY = (
     "and NCCL may fail to register its buffers (ibv_reg_mr: Cannot allocate memory): give this host's container "
     'runtime LimitMEMLOCK=infinity, as k8s/README.md says under Networks"; }'
 )
+
+OPEN_FILES = {"RAY_START_ULIMIT_OPEN_FILES": "hard"}  # of `ulimit -n`, KubeRay's 65536 is too few for many ranks
 
 Fields = dict[str, Any]
 
@@ -109,6 +112,7 @@ def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: d
     env = {
         **{f"RAY_{name}": str(value) for name, value in health_checks(submit.host_silence_s).items()},
         "RAY_JOB_STOP_WAIT_TIME_S": str(submit.stop_s),
+        **OPEN_FILES,
         **submit.env,
     }
     resources: Fields = {
@@ -136,6 +140,11 @@ def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: d
         **_pod(submit),
         "terminationGracePeriodSeconds": 60,
         **({"nodeSelector": dict(submit.head_node_selector)} if submit.head_node_selector else {}),
+        "tolerations": [
+            {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute"}
+            | {"tolerationSeconds": DEAD_HOST_S}
+            for why in ("not-ready", "unreachable")
+        ],
         "securityContext": _pod_security(),
         "containers": [container],
         "volumes": _volumes(config, submit, HEAD_SHM_GIB),
@@ -150,7 +159,7 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
     interruption is announced (aws/karpenter-provider-aws#8276), and the node would die unannounced.
     """
     resources: Fields = {"cpu": str(size.cpus), "memory": _gib(size.memory_gib)}
-    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(LEAVE_S)}
+    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(LEAVE_S), **OPEN_FILES}
     if size.gpus:
         resources[GPU] = str(size.gpus)
         env |= {
