@@ -322,8 +322,8 @@ def test_a_source_that_is_given_from_here_is_found_by_tasks_elsewhere(
 ) -> None:
     monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
     (tmp_path / "texts").mkdir()
-    for name in "ab":
-        (tmp_path / "texts" / f"{name}.txt").write_text("\n".join(f"{name} {number}" for number in range(2000)))
+    for name in "abcdefgh":
+        (tmp_path / "texts" / f"{name}.txt").write_text("\n".join(f"{name} {number}" for number in range(200)))
     (tmp_path / "elsewhere").mkdir()
 
     def elsewhere(function: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
@@ -337,9 +337,10 @@ def test_a_source_that_is_given_from_here_is_found_by_tasks_elsewhere(
     monkeypatch.setenv("HOME", str(tmp_path))
     for source in ("texts", "~/texts", "file://texts/*.txt"):
         config = replace(CONFIG, recipe="text_files", source=source, validation_fraction=0.5)
-        folder, manifest = find_or_prepare(config, f"runs {source[0]}", progress=quiet, distribute=elsewhere)
-        assert manifest.counts["documents"] == 2
-        assert find_or_prepare(config, f"runs {source[0]}", progress=quiet) == (folder, manifest)
+        _, manifest = find_or_prepare(config, f"runs {source[0]}", progress=quiet, distribute=elsewhere)
+        assert manifest.counts["documents"] == 8
+        again, _ = find_or_prepare(config, f"runs {source[0]}", progress=quiet, distribute=elsewhere)
+        assert len(list(again.local_path.parent.glob("[!.]*"))) == 1, "found, not prepared again"
 
 
 def test_a_node_that_does_not_see_the_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
