@@ -45,7 +45,7 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     if topology.mesh.pp != parallel.pp:  # which nothing but a group that has lost ranks is to be trained with
         unit_of = ranks_of_unit(pp=parallel.pp, cp=parallel.cp, tp=parallel.tp)
         raise ConfigError(f"{world_size} workers are not whole units of {unit_of}")
-    mesh, stages = build_mesh(topology.mesh, device.type), topology.stages
+    mesh, stages = build_mesh(topology.mesh, device.type, timeout_s=config.train.collective_timeout_s), topology.stages
 
     eot_id = corpora.eot_id if config.model.document_attention else None
     build = partial(build_step, eot_id=eot_id, stages=stages, verified=verified_rows(config, topology.batch))

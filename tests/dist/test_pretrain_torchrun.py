@@ -18,12 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import pretrain_torchrun
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from regrow.config.plain import pretrain_config
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import PatientReader
 from regrow.errors import ConfigError, DataError, ResumeError, UnavailableError
+from regrow.parallel.fsdp import groups_of
 from regrow.record import lock
 from regrow.record.log import RunLog, read_events, read_metrics
 from regrow.runtime import torchrun
@@ -246,6 +248,29 @@ def train_in_this_group(arguments: list[str]) -> str:
             pass
         run.close(progress)
     return printed.getvalue()
+
+
+@pytest.mark.parametrize("axes", [["parallel.tp=2"], ["parallel.cp=2"], ["parallel.pp=2"], ["parallel.dp_replicate=2"]])
+def test_no_group_of_a_mesh_waits_longer_than_collectives_may_take(
+    tmp_path: Path, corpus: Path, axes: list[str]
+) -> None:
+    arguments = [f"run.storage_path={tmp_path}", f"data.corpora.rows={corpus}", "train.collective_timeout_s=77", *SMALL]
+    assert run_ranks(timeouts_of_groups, 4, [*arguments, "train.stop_at_step=1", *axes]) == [{77.0}] * 4
+
+
+def timeouts_of_groups(arguments: list[str]) -> set[float]:
+    """Seconds, of all groups that training goes over."""
+    found: set[float] = set()
+    begin = TorchrunRun.begin
+
+    def look(run: TorchrunRun, step: TrainStep, mesh: DeviceMesh, *rest: Any) -> None:
+        groups = [*groups_of(mesh), *(step.pipeline._groups.values() if step.pipeline else ())]
+        found.update(each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups)
+        begin(run, step, mesh, *rest)
+
+    TorchrunRun.begin = look
+    train_in_this_group(arguments)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,26 @@ def test_ranks_wait_for_the_one_that_is_late_and_that_one_for_none(replicas: int
         assert (waited_s < LATE_S) == (rank == LATE)  # nor is what was waited in the validation counted
 
 
+def waits_for_copies() -> float:
+    """Seconds that a rank waited for the other copy of the model in a step in which one is slow within a block."""
+    training = Training(MODEL, parallel=ParallelConfig(dp_replicate=2))
+    step = build(training)
+    rows, passes = micro_batches(training, 0)
+    step.run(rows, num_micro_batches=passes, lr=1e-3).resolve()
+    if dist.get_rank() == LATE:
+        step.model.layers[0].register_forward_pre_hook(lambda *inputs: time.sleep(LATE_S))  # type: ignore[union-attr,operator,index]
+    dist.barrier()
+    stats = step.run(rows[:1], num_micro_batches=1, lr=1e-3)
+    stats.resolve()
+    return stats.waits()[REPLICATE]
+
+
+def test_of_copies_that_are_a_rank_each_the_slow_one_is_told_from_the_one_that_waits_for_it() -> None:
+    """FSDP calls no collective over shards there, whose end could say when gradients were ready."""
+    for rank, waited_s in enumerate(run_ranks(waits_for_copies, 2)):
+        assert (waited_s < LATE_S) == (rank == LATE)
+
+
 def waits_of_rows_shared() -> float:
     """Seconds that a rank waited for those of its copy in a step in which one is slow within a block."""
     training = Training(MODEL, parallel=ParallelConfig(cp=2))
@@ -92,3 +112,18 @@ def test_a_device_that_has_come_to_no_collective_of_those_it_was_given_does_not_
         arrived, ended = (Event(is_over=each) for each in pair)
         waits._marks.pairs.append([SHARD, arrived, ended])
     assert waits.at_a_collective() is found
+
+
+@pytest.mark.parametrize("of_one_rank", [False, True])
+def test_a_device_whose_kernel_hangs_before_gradients_are_ready_does_not_wait_for_other_copies(
+    of_one_rank: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the shards of a copy are one rank's, too: the newest collective before them is a step's first, and over."""
+    waits = Waits(torch.device("cuda"))
+    waits._marks.pairs.append([ALL, Event(is_over=True), Event(is_over=True)])
+    monkeypatch.setattr(waits, "_now", lambda: Event(is_over=False))  # behind the kernel
+    waits.gradients_ready()
+    if not of_one_rank:
+        waits.leave(waits.arrive(SHARD))
+    waits.copies_summed()
+    assert not waits.at_a_collective()

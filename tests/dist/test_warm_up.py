@@ -4,6 +4,7 @@ that again.
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,18 @@ import torch
 import torch.distributed as dist
 
 from regrow.accept.tiny import tiny_model
-from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.config.check import topologies
+from regrow.config.schema import (
+    ActivationCheckpoint,
+    Dtype,
+    Float8,
+    OptimConfig,
+    ParallelConfig,
+    PretrainConfig,
+    TrainConfig,
+)
 from regrow.parallel.compile import CompileCache, graphs_compiled, graphs_lowered
+from regrow.runtime import worker
 from regrow.runtime.warm_up import warm_up, warm_up_loss
 from regrow.storage import Storage
 from support.gloo import run_ranks
@@ -81,6 +92,21 @@ def test_the_loss_is_warmed_up_in_the_shapes_and_the_dtype_of_a_pass(
     parallel = ParallelConfig(compile=True, dtype=Dtype.bfloat16, loss_chunk_tokens=chunk_tokens)
     warm_up_loss(CPU, 5000, parallel, pass_seqs=2, seq_len=16)
     assert seen == [((num, 5000), torch.bfloat16) for num in rows]
+
+
+@pytest.mark.parametrize(("after", "float8"), [(0, Float8.tensorwise), (899, Float8.tensorwise), (950, Float8.none)])
+def test_a_newcomer_warms_up_for_what_the_next_step_is_trained_with(
+    after: int, float8: Float8, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the bfloat16 steps at the end of a run with float8, too."""
+    parallel = replace(TRACED, dtype=Dtype.bfloat16, float8=Float8.tensorwise, bfloat16_tail=0.1)
+    config = PretrainConfig(parallel=parallel, train=TrainConfig(steps=1000))
+    seen: list[ParallelConfig] = []
+    monkeypatch.setattr(worker, "warm_up", lambda device, model, parallel, **options: seen.append(parallel))
+    monkeypatch.setattr(worker, "CoordinatorClient", lambda handle: SimpleNamespace(next_step=lambda: after + 1))
+    job: Any = SimpleNamespace(config=config, topologies=topologies(config), coordinator=None)
+    worker._warm_up(job, CPU, 1, "gloo")
+    assert [each.float8 for each in seen] == [float8]
 
 
 def test_nothing_is_left_of_it():

@@ -37,9 +37,8 @@ def apply_compile(model: Llama, config: ParallelConfig) -> None:
     # a graph for each number of rows of a pass, with gradients and without, by recipe; they add up over groups
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 8 * GRAPHS)
-    if config.float8 in (Float8.rowwise, Float8.rowwise_with_gw_hp):
-        # rowwise scales lose the rounding to bfloat16 between fused operators, to NaN: pytorch#150859, torchtitan#1056
-        torch._inductor.config.emulate_precision_casts = True
+    # rowwise scales lose the rounding to bfloat16 between fused operators, to NaN: pytorch#150859, torchtitan#1056
+    torch._inductor.config.emulate_precision_casts = config.float8 in (Float8.rowwise, Float8.rowwise_with_gw_hp)
     for layer in model.layers:
         layer.compile(fullgraph=True, backend=config.compile_backend, mode=MODES[config.compile_mode])
 

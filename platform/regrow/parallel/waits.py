@@ -11,7 +11,7 @@ a tensor-parallel layer are not timed: what they wait counts as computing, on al
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,7 @@ class Waits:
         self._marks = Marks(self._of_device)
         self._messages, self._message_since_ns = 0, 0
         self._newest: deque[Marks] = deque([self._marks], maxlen=KEPT_STEPS)
+        self._ready: Any = None  # when the newest gradients were, as a time of `_now`
 
     @contextmanager
     def inside(self, group: str) -> Iterator[None]:
@@ -87,11 +88,15 @@ class Waits:
 
     def leave(self, pair: list[Any]) -> None:
         pair.append(self._now())
+        self._ready = pair[-1]
+
+    def gradients_ready(self) -> None:
+        """They are about to be summed: over shards, where there are several, then over the other copies."""
+        self._ready = self._now()
 
     def copies_summed(self) -> None:
-        """A sum over the other copies of the model has ended: it began where the newest collective ended."""
-        if self._marks.pairs and len(newest := self._marks.pairs[-1]) == 3:
-            self._marks.pairs.append([REPLICATE, newest[2], self._now()])
+        """A sum over the other copies of the model has ended: it began where gradients were ready."""
+        self._marks.pairs.append([REPLICATE, self._ready, self._now()])
 
     def take(self) -> Marks:
         """Those of the step that ends here; the next one begins."""
@@ -133,9 +138,16 @@ class _TimedAllGather(DefaultAllGather):
 
 
 class _TimedReduceScatter(CheckedReduceScatter):
-    def __init__(self, waits: Waits, sums: GradientSums) -> None:
+    def __init__(self, waits: Waits, sums: GradientSums, *, replicated: bool) -> None:
         super().__init__(sums)
-        self._waits = waits
+        self._waits, self._replicated = waits, replicated
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The last thing that FSDP asks for before gradients are summed: of shards of one rank it asks no more."""
+        buffer = super().allocate(size, dtype=dtype, device=device)
+        if self._replicated:
+            self._waits.gradients_ready()
+        return buffer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -151,7 +163,7 @@ def time_collectives(model: nn.Module, device: torch.device, *, replicated: bool
     `replicated`: there are several copies of it.
     """
     waits = Waits(device)
-    gather, scatter = _TimedAllGather(waits), _TimedReduceScatter(waits, sums)
+    gather, scatter = _TimedAllGather(waits), _TimedReduceScatter(waits, sums, replicated=replicated)
 
     def copies_summed(summed: Tensor) -> None:
         sums.replicas_summed()

@@ -78,10 +78,14 @@ def recipe(config: PretrainConfig, step: int) -> ParallelConfig:
     return recipe_after(config.parallel, config.train.steps, step)
 
 
+def changes_recipe(config: PretrainConfig) -> bool:
+    """Whether its last steps are trained with another one than its first."""
+    return recipe(config, 0) != recipe(config, config.train.steps)
+
+
 def expected_step(job: Job) -> int:
     """After which step the group will most likely go on, where that makes a difference to what is built. Collective."""
-    config = job.config
-    if recipe(config, 0) == recipe(config, config.train.steps):
+    if not changes_recipe(job.config):
         return 0
     asked = dist.get_rank() == 0
     return from_rank_0(CoordinatorClient(job.coordinator).next_step() - 1 if asked else 0)

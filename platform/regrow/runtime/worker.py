@@ -53,6 +53,7 @@ from regrow.runtime.rendezvous import (
     machine_name,
     this_process,
 )
+from regrow.runtime.restore import changes_recipe, recipe
 from regrow.runtime.warm_up import warm_up
 from regrow.storage import Storage
 
@@ -220,11 +221,12 @@ def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
 
 
 def _warm_up(job: Job, device: torch.device, expected: int, backend: str) -> None:
-    """As for a group of so many."""
+    """As for a group of so many, which goes on from where the run is."""
     config = job.config
+    parallel = recipe(config, CoordinatorClient(job.coordinator).next_step() - 1 if changes_recipe(config) else 0)
     pass_seqs = largest(job.topologies, expected).batch.most_slices_of_a_pass * layout_of(config).slice_seqs
     seq_len = config.data.seq_len
-    warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=seq_len, backend=backend)
+    warm_up(device, config.model, parallel, pass_seqs=pass_seqs, seq_len=seq_len, backend=backend)
 
 
 def _waits_for_storage(job: Job, problem: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from regrow.storage import Storage
@@ -97,8 +98,11 @@ class ProfileWindow:
 
 
 def spent(averages: Iterable[Any], device_type: str) -> list[Spent]:
-    """What the profiler saw: kernels on a GPU, operators on CPU."""
+    """What the profiler saw: kernels on a GPU, of which operators and annotations have the time once more; operators on
+    CPU."""
     key = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
+    if device_type == "cuda":
+        averages = [each for each in averages if each.device_type is DeviceType.CUDA and not each.is_user_annotation]
     found = [Spent(each.key, getattr(each, key) / 1e6, each.count) for each in averages]
     return sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds)
 
