@@ -187,6 +187,13 @@ def train(made: Coordinator, keeper: Keeper, *, step: int = 0) -> int:
     return generation
 
 
+def test_it_tells_the_time_by_the_clock_that_stamps_events(coordinator: Coordinator) -> None:
+    begun = coordinator.now()
+    coordinator.note("note", {"text": "here"})
+    (told,) = events_of(coordinator, "note")
+    assert begun <= told["time"] <= coordinator.now()
+
+
 def test_every_write_of_an_older_generation_is_refused(coordinator: Coordinator, tmp_path: Path) -> None:
     old, new = generation_of(join(coordinator, one(1))), generation_of(join(coordinator, one(1)))
     with pytest.raises(Fenced, match=f"generation {old} is over; {new} is current"):

@@ -202,6 +202,10 @@ class Coordinator(Seats, Drained, Verified):
             _look_for_nodes(self.shell)
         self.shell.tell(e.Began(generation, start_step, nodes, details))
 
+    def now(self) -> float:
+        """Unix time by the clock that stamps events."""
+        return time.time()
+
     def row(self, generation: int, row: Mapping[str, Any]) -> RowAnswer:
         """Log one step's metrics, unless earlier ones come first."""
         return cast(RowAnswer, self.shell.tell(e.Row(generation, row)))

@@ -31,6 +31,7 @@ from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.events import Cause
 from regrow.runtime.abort import Breaker
 from regrow.runtime.calls import CoordinatorClient
+from regrow.runtime.clock import clock_of
 from regrow.runtime.hardware.peak import Peak, peak_flops
 from regrow.runtime.hooks import GenerationHooks
 from regrow.runtime.job import Job
@@ -44,7 +45,7 @@ from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.flips import flipping
 from regrow.train.hooks import Saver
 from regrow.train.loop import train
-from regrow.train.metrics import NotFinite
+from regrow.train.metrics import Meter, NotFinite
 from regrow.train.saver import Cadence, CheckpointSaver, SnapshotSaver
 from regrow.train.validation import Validation
 
@@ -84,7 +85,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     peak = peak_flops(process.device, config.parallel.dtype, config.observe.peak_tflops)
     flops = sum(gather(peak.flops))
     meter = meter_of(config, joined.world_size, joined.generation, device=process.device, peak_flops=flops)
-    _announce(process, joined, restored, topology.mesh, peak, entered=entered, begun=begun, ready=ready)
+    _announce(process, joined, restored, topology.mesh, peak, meter, entered=entered, begun=begun, ready=ready)
     if restored.source == "snapshot" and isinstance(saver, SnapshotSaver):  # what came from storage is safe there
         saver.keep_restored(progress)
     left = False
@@ -196,12 +197,13 @@ def _announce(
     restored: Restored,
     shape: MeshShape,
     peak: Peak,
+    meter: Meter,
     *,
     entered: float,
     begun: float,
     ready: float,
 ) -> None:
-    """Tell the coordinator that the group is ready, and where the time went. Collective."""
+    """Tell the coordinator that the group is ready, and where the time went; rows have its time. Collective."""
     job, first = process.job, joined.generation == process.job.first_generation
     node = ray.get_runtime_context().get_node_id()
     worker = {"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(process.device)}
@@ -229,7 +231,9 @@ def _announce(
         "peak_flops": peak.flops,
         "peak_source": peak.source,
     }
-    CoordinatorClient(job.coordinator, joined.generation).start_training(restored.progress.step, details)
+    coordinator = CoordinatorClient(job.coordinator, joined.generation)
+    coordinator.start_training(restored.progress.step, details)
+    meter.clock = clock_of(coordinator.now)
 
 
 def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:

@@ -32,6 +32,7 @@ class Meter:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     data_wait_s: float = 0.0  # since the last finished step
     snapshot_s: float = 0.0  # since the last finished step
+    clock: Callable[[], float] = time.time  # unix time, of rows
     _last: float = field(default_factory=time.perf_counter)
 
     def next(self, batches: Iterator[Batch]) -> Batch:
@@ -75,7 +76,7 @@ class Meter:
             "world_size": self.world_size,
             "generation": self.generation,
             "batch_digest": f"{result.digest:016x}",
-            "time": time.time(),
+            "time": self.clock(),
         }
         if waits:
             done |= {f"wait_{group}_s": seconds for group, seconds in waits.items()}
