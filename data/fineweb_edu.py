@@ -9,7 +9,7 @@ from typing import Any
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import Document, Piece, Skipped
-from regrow.data.prepare.files import SourceFiles, checked, column, cut_files, kind_of, parquet_rows
+from regrow.data.prepare.files import SourceFiles, column, cut_files, filtered, filters_of, kind_of, parquet_rows
 from regrow.errors import DataError
 
 COLUMNS = ["text", "id", "score", "language", "language_score"]
@@ -18,16 +18,10 @@ COLUMNS = ["text", "id", "score", "language", "language_score"]
 def describe(config: DataConfig) -> dict[str, Any]:
     """The files with their sizes: where they are mounted does not matter."""
     files = _files(config)
-    filters = {
-        f"score below {config.min_score}, or none": config.min_score,
-        f"language other than {config.language}, or none": config.language,
-        f"language_score below {config.min_language_score}, or none": config.min_language_score,
-        f"documents over {config.max_document_chars} characters": config.max_document_chars,
-    }
     return {
         "corpus": "documents in FineWeb-Edu's schema",
         "files": {files.name(path): size for path, size in files.list() if kind_of(path) == "parquet"},
-        "filters": [words for words, value in filters.items() if value is not None],
+        "filters": filters_of(config),
     }
 
 
@@ -45,19 +39,8 @@ def documents(config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
         values = zip(*(column(batch, name) for name in COLUMNS), strict=True)
         for text, name, score, language, language_score in values:
             number += 1
-            if _fails(score, config.min_score):
-                yield Skipped("score too low, or none")
-            elif config.language is not None and language != config.language:
-                yield Skipped("another language, or none")
-            elif _fails(language_score, config.min_language_score):
-                yield Skipped("language_score too low, or none")
-            else:
-                place = f"{piece.file}[{piece.start}]#{number}"
-                yield checked(str(name or place), text, max_chars=config.max_document_chars)
-
-
-def _fails(value: object, least: float | None) -> bool:
-    return least is not None and not (isinstance(value, int | float) and value >= least)
+            place = f"{piece.file}[{piece.start}]#{number}"
+            yield filtered(config, str(name or place), text, score, language, language_score)
 
 
 def _files(config: DataConfig) -> SourceFiles:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.config.schema import DataConfig
-from regrow.data.prepare.documents import Document, Piece, Skipped, unique
+from regrow.data.prepare.documents import TOO_LONG, Document, Piece, Skipped, refuse_fields, unique
 from regrow.errors import DataError
 
 SUFFIXES = (".py", ".rst", ".txt", ".md")
@@ -24,7 +24,7 @@ SKIPPED_FOLDERS = re.compile(r"site-packages|dist-packages|__pycache__|lib-dynlo
 SKIPPED_FILES = re.compile(r"_sysconfigdata.*")  # this machine's build flags
 TOPICS = "pydoc_data/topics.py"  # the language reference as one dict of texts
 
-MIN_CHARS = 200
+MIN_CHARS, LONGER_THAN_ANY = 200, 20_000_000
 TABLE_MIN_CHARS, TABLE_SHARE = 4096, 0.5
 _TABLE_LINE = re.compile(r"""\s*[\[({]*\s*(?:[bru]{0,2}(?!'''|\"\"\")['"]|[-+]?\d)""", re.IGNORECASE)
 
@@ -40,7 +40,8 @@ FILTERS = [
 
 def describe(config: DataConfig) -> dict[str, Any]:
     """The Python, and a fingerprint of the names and sizes of its files: distributions differ in what they install."""
-    root = _root()
+    refuse_fields(config)
+    root, longest = _root(), config.max_document_chars
     sizes = hashlib.sha256()
     for name in _files(root):
         sizes.update(f"{name}\0{(root / name).stat().st_size}\0".encode())
@@ -50,7 +51,7 @@ def describe(config: DataConfig) -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "files_sha256": sizes.hexdigest(),
         "rules": 2,  # raise with any change to what documents() yields
-        "filters": FILTERS,
+        "filters": FILTERS + [f"documents over {longest} characters"] * (longest < LONGER_THAN_ANY),
     }
 
 
@@ -68,7 +69,10 @@ def pieces(config: DataConfig) -> list[Piece]:
 
 def documents(config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
     """The files in the order of their names, cleaned, without repeats."""
-    return unique(_documents(_root()))
+    for document in unique(_documents(_root())):
+        if isinstance(document, Document) and len(document.text) > config.max_document_chars:
+            document = Skipped(TOO_LONG)
+        yield document
 
 
 def _documents(root: Path) -> Iterator[Document]:

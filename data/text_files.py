@@ -1,6 +1,7 @@
 """Your own text: plain text files (a document each) and JSON lines (an object with `text` a line), perhaps gzipped.
 
-`data.source` says where: a file, a folder, a glob or a URI. Texts are taken as they are.
+`data.source` says where: a file, a folder, a glob or a URI. Texts are taken as they are. An object may have id, score,
+language and language_score too; a text file has none of them, so a filter of one leaves it out.
 """
 
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import Document, Piece, Skipped
-from regrow.data.prepare.files import SourceFiles, checked, cut_files, json_lines, kind_of, plain_text
+from regrow.data.prepare.files import SourceFiles, cut_files, filtered, filters_of, json_lines, kind_of, plain_text
 from regrow.errors import DataError
 
 
@@ -18,7 +19,7 @@ def describe(config: DataConfig) -> dict[str, Any]:
     return {
         "corpus": "text files",
         "files": {files.name(path): size for path, size in files.list() if kind_of(path) != "parquet"},
-        "filters": [f"documents over {config.max_document_chars} characters"],
+        "filters": filters_of(config),
     }
 
 
@@ -34,7 +35,7 @@ def documents(config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
     files = _files(config)
     if kind_of(piece.file) == "text":
         text = plain_text(files, piece)
-        yield text if isinstance(text, Skipped) else checked(piece.file, text, max_chars=config.max_document_chars)
+        yield text if isinstance(text, Skipped) else filtered(config, piece.file, text)
         return
     for number, value in enumerate(json_lines(files, piece)):
         if isinstance(value, Skipped):
@@ -43,7 +44,8 @@ def documents(config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
             yield Skipped("a JSON object without text")
         else:
             name = str(value.get("id") or f"{piece.file}[{piece.start}]#{number}")
-            yield checked(name, value["text"], max_chars=config.max_document_chars)
+            fields = (value.get(field) for field in ("score", "language", "language_score"))
+            yield filtered(config, name, value["text"], *fields)
 
 
 def _files(config: DataConfig) -> SourceFiles:

@@ -164,6 +164,54 @@ def test_filters_leave_out_what_fails_them_or_has_no_value(tmp_path: Path, token
     assert "score below 2.0, or none" in manifest.filters
 
 
+def test_filters_are_the_same_for_json_lines(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "in").mkdir()
+    fields = [
+        {"score": n % 5 + 0.5, "language": "de" if n % 6 == 0 else "en", "language_score": 0.9} for n in range(90)
+    ]
+    fields[1].pop("score")
+    fields[3]["language_score"] = 0.2
+    lines = [json.dumps({"text": text} | of) for text, of in zip(TEXTS, fields, strict=True)]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "in" / "b.txt").write_text("a text has no score")
+    config = replace(CONFIG, recipe="text_files", min_score=1.0, language="en", min_language_score=0.5)
+    manifest = prepared(tmp_path / "in", tokenizer, tmp_path / "out", config)
+    kept = [n for n in range(90) if n % 5 and n % 6 and n not in (1, 3)]
+    assert manifest.counts["documents"] == len(kept)
+    assert set(texts_of(tmp_path / "out")) <= {TEXTS[n] for n in kept}
+    skipped = {key.removeprefix("skipped: "): n for key, n in manifest.counts.items() if key.startswith("skipped")}
+    assert skipped == {
+        "score too low, or none": 18 + 1 + 1,
+        "another language, or none": len([n for n in range(90) if n % 5 and not n % 6]),
+        "language_score too low, or none": 1,
+    }
+    assert manifest.filters == (
+        "score below 1.0, or none",
+        "language other than en, or none",
+        "language_score below 0.5, or none",
+        "documents over 20000000 characters",
+    )
+
+
+@pytest.mark.parametrize("setting", [{"min_score": 3.0}, {"language": "en"}, {"min_language_score": 0.5}])
+def test_a_filter_of_a_field_that_a_recipe_does_not_have_is_refused(setting: dict[str, Any]) -> None:
+    config = DataConfig(**setting)
+    with pytest.raises(
+        DataError, match=rf"data\.{next(iter(setting))} is set, and documents of python_docs have no such field"
+    ):
+        load_recipe("python_docs").describe(config)
+
+
+def test_long_documents_of_the_standard_library_are_left_out() -> None:
+    recipe, few = load_recipe("python_docs"), DataConfig(max_document_chars=5_000)
+    assert "documents over 5000 characters" in recipe.describe(few)["filters"]
+    found = list(recipe.documents(few, *recipe.pieces(few)))
+    kept = [document for document in found if isinstance(document, Document)]
+    assert kept
+    assert max(len(document.text) for document in kept) <= 5_000
+    assert Skipped(files.TOO_LONG) in found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "dolma2"])
 def test_fineweb_edu_decodes_to_its_source_document_by_document(name: str, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, cast
 from regrow.config.schema import DataConfig
 from regrow.errors import DataError
 
+TOO_LONG = "longer than data.max_document_chars"
+
 
 @dataclass(frozen=True)
 class Document:
@@ -133,6 +135,16 @@ def unique(documents: Iterable[Document | Skipped]) -> Iterator[Document | Skipp
         else:
             seen.add(key)
             yield Document(document.id, text)
+
+
+def refuse_fields(config: DataConfig) -> None:
+    """For a recipe whose documents are texts alone. Raises DataError where a filter asks for a field beside them."""
+    for setting in ("min_score", "language", "min_language_score"):
+        if getattr(config, setting) is not None:
+            raise DataError(
+                f"data.{setting} is set, and documents of {config.recipe} have no such field; leave it unset, or "
+                "choose another data.recipe"
+            )
 
 
 def content_hash(text: str) -> bytes:

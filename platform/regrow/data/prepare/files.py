@@ -22,14 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
-from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Skipped
+from regrow.config.schema import DataConfig
+from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piece, Skipped
 from regrow.errors import DataError, UnseenError, first_line
 from regrow.storage import RemoteStorage, in_threads, is_remote
 
 PIECE_BYTES = 64 << 20  # of text
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
 RETRIES, FIRST_WAIT_S = 5, 0.5  # of storage that fails: 0.5 + 1 + 2 + 4 + 8 s
-EMPTY, INVALID, TOO_LONG = "empty", "invalid UTF-8", "longer than data.max_document_chars"
+EMPTY, INVALID = "empty", "invalid UTF-8"
 
 Result = TypeVar("Result")
 
@@ -291,6 +292,39 @@ def plain_text(files: SourceFiles, piece: Piece) -> str | Skipped:
         return (_gunzip(data) if piece.file.endswith(".gz") else data).decode("utf-8-sig")
     except UnicodeDecodeError:
         return Skipped(INVALID)
+
+
+def filters_of(config: DataConfig) -> list[str]:
+    """What `filtered` leaves out by its settings, in words, for a recipe's `describe`."""
+    filters = {
+        f"score below {config.min_score}, or none": config.min_score,
+        f"language other than {config.language}, or none": config.language,
+        f"language_score below {config.min_language_score}, or none": config.min_language_score,
+        f"documents over {config.max_document_chars} characters": config.max_document_chars,
+    }
+    return [words for words, value in filters.items() if value is not None]
+
+
+def filtered(
+    config: DataConfig,
+    name: str,
+    text: object,
+    score: object = None,
+    language: object = None,
+    language_score: object = None,
+) -> Document | Skipped:
+    """A document, unless it fails a filter or has no value for it, or its text is none that can be trained on."""
+    if _fails(score, config.min_score):
+        return Skipped("score too low, or none")
+    if config.language is not None and language != config.language:
+        return Skipped("another language, or none")
+    if _fails(language_score, config.min_language_score):
+        return Skipped("language_score too low, or none")
+    return checked(name, text, max_chars=config.max_document_chars)
+
+
+def _fails(value: object, least: float | None) -> bool:
+    return least is not None and not (isinstance(value, int | float) and value >= least)
 
 
 def checked(name: str, text: object, *, max_chars: int) -> Document | Skipped:
