@@ -35,6 +35,11 @@ def filled(kind: type[Event]) -> Event:
     return kind(**given | {"time": 7.0})  # type: ignore[arg-type]
 
 
+def test_a_rollback_says_nothing_as_it_is_written_past_all_that_shows_events() -> None:
+    """The group's own sentence has the step that it begins from."""
+    assert filled(EVENTS["rollback"]).sentence() is None
+
+
 @pytest.mark.parametrize("name", EVENTS)
 def test_an_event_comes_back_from_its_line_and_has_words(name: str) -> None:
     made = filled(EVENTS[name])

@@ -301,7 +301,6 @@ class Rollback(Event):
     first_time: float | None = None  # when the first of them began
     first_step_end: float | None = None  # when the first of them ended
     last_time: float | None = None  # when the last of them ended
-    words = "rolled back from step {0.from_step} to {0.to_step}"
 
 
 @dataclass(frozen=True, kw_only=True)
