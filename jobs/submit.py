@@ -6,13 +6,13 @@
 import sys
 
 from regrow.config.schema import SubmitJobConfig
-from regrow.config.store import given_overrides, run_job
+from regrow.config.store import given_files, given_overrides, run_job
 
 
 def main(config: SubmitJobConfig) -> None:
     from regrow.submit.submit import submit
 
-    sys.exit(submit(config, given_overrides()))
+    sys.exit(submit(config, given_overrides(), given_files()))
 
 
 if __name__ == "__main__":

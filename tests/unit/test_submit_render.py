@@ -22,13 +22,15 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from regrow.config.schema import Network, PretrainConfig, SubmitJobConfig
-from regrow.config.store import to_dataclass, to_dict
+from regrow.config.store import pretrain_config, to_dataclass, to_dict
+from regrow.errors import ConfigError
 from regrow.forecast.memory import plan_snapshot_memory
+from regrow.forecast.settle import settled
 from regrow.model.size import state_bytes
 from regrow.submit.check import broken_rules
 from regrow.submit.pods import grace_s, longest_restart_s, sizes
 from regrow.submit.render import MAX_NAME, entrypoint, job_name, render, to_yaml
-from regrow.submit.submit import pretrain_arguments
+from regrow.submit.submit import pretrain_arguments, submit
 from support.crd import NEEDS_CRD, rayjob_schema
 from support.submission import CODE, compose, rendered
 
@@ -68,6 +70,7 @@ VARIANTS = {
 }
 CASES = {name: [f"+cluster={name}"] for name in CLUSTERS} | VARIANTS
 IDS = list(CASES)
+OWN_CORPUS = ("+data.corpora.web=/not-on-this-machine/web",)  # which is not looked for on the network
 
 
 def test_the_large_clusters_are_among_the_cases() -> None:
@@ -129,6 +132,48 @@ def test_what_a_site_sets_of_the_run_reaches_the_job(tmp_path: Path) -> None:
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         there = to_dataclass(hydra.compose("pretrain", words))
     assert there.run.storage_path == config.run.storage_path
+
+
+def test_the_model_and_the_corpus_that_a_site_chooses_reach_the_job(tmp_path: Path) -> None:
+    """A model's rope_scaling is no setting that could be given by itself where the model of before has none."""
+    defaults = "defaults: [override /model: 1b, override /data: python_docs]"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "mine.yaml").write_text(f"# @package _global_\n{defaults}\nrun: {{seed: 5}}\n")
+    command = [sys.executable, "-m", "jobs.submit", f"--config-dir={tmp_path}", "+site=mine", "data.seq_len=256"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *_, job = yaml.safe_load_all(done.stdout)
+    words = shlex.split(job["spec"]["entrypoint"])[3:]
+    assert words == ["model=1b", "data.seq_len=256", "cluster.address=auto", "run.seed=5"]
+    there = pretrain_config(words)
+    assert (there.model.name, there.run.seed) == ("1b", 5)
+    assert there.model.rope_scaling is not None
+
+
+def test_a_run_that_no_arguments_give_is_refused_in_one_line() -> None:
+    config = compose(["+data.corpora.web=/mnt/web"])
+    config.data.corpora = {}  # as a file of another group may
+    with pytest.raises(ConfigError, match=r"no arguments of jobs\.pretrain give data\.corpora=\{\} ") as refused:
+        pretrain_arguments(config, ["+data.corpora.web=/mnt/web"])
+    assert "\n" not in str(refused.value)
+    config = compose(["model=1b"])
+    config.model.rope_scaling = None
+    assert pretrain_arguments(config, ["model=1b"])[-1] == "model.rope_scaling=null"
+
+
+def test_a_job_is_checked_as_it_will_settle_what_is_left_open(capfd: pytest.CaptureFixture[str]) -> None:
+    """The fewest stages of a pipeline, above all: with them, a size may have no group."""
+    given = ["+cluster=h100x64", "model=70b", "parallel.tp=8", "parallel.pp=4", "cluster.min_workers=8"]
+    with pytest.raises(ConfigError) as of_job:
+        settled(pretrain_config(given))
+    with pytest.raises(ConfigError) as of_submit:
+        submit(compose(given), given)
+    assert str(of_submit.value) == str(of_job.value)
+
+    given = ["+cluster=h100x64", "model=70b", "parallel.tp=8", "parallel.pp=4", "cluster.min_workers=32", *OWN_CORPUS]
+    assert submit(compose(given), given) == 0
+    *_, job = yaml.safe_load_all(capfd.readouterr().out)
+    assert shlex.split(job["spec"]["entrypoint"])[3:] == [*given, "cluster.address=auto"], "it settles the same"
 
 
 @pytest.mark.parametrize("address", ["cluster.address=ray://elsewhere:10001", "cluster.local_nodes=3", "+cluster=cpu3"])

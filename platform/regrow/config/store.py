@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -30,10 +30,12 @@ STARTED_AT = time.time()  # of the program, but for the interpreter
 CONF_DIR = Path(__file__).parents[3] / "conf"
 
 BELOW_NULL = "Unexpected type for root"  # what omegaconf asserts of a key below a structured node that is null
-CHOICES = ("model", "data", "cluster")  # groups of which a job's arguments choose a file
+ALWAYS = ("model", "data")  # groups of which one file is chosen by default
+CHOICES = (*ALWAYS, "cluster")  # groups of which a job's arguments choose a file
 
 Config = TypeVar("Config", bound=PretrainConfig)
 _given: list[str] = []
+_files: dict[str, str] = {}
 
 
 def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = PretrainConfig) -> None:  # type: ignore[assignment]
@@ -54,7 +56,9 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
 
     def compose(config: DictConfig) -> None:
         composed.append(config)
-        _given[:] = HydraConfig.get().overrides.task
+        found = HydraConfig.get()
+        _given[:] = found.overrides.task
+        _files.update({group: found.runtime.choices[group] for group in ALWAYS})
 
     with leaving(), _mistakes_in_one_line(schema):
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
@@ -101,6 +105,11 @@ def given_overrides() -> list[str]:
     return list(_given)
 
 
+def given_files() -> dict[str, str]:
+    """The files of conf/model and conf/data that the running `run_job` composed, whatever chose them."""
+    return dict(_files)
+
+
 def chosen(arguments: Sequence[str]) -> list[str]:
     """Those that choose a file of conf/model, conf/data or conf/cluster."""
     return [each for each in arguments if each.lstrip("+").partition("=")[0] in CHOICES]
@@ -108,29 +117,53 @@ def chosen(arguments: Sequence[str]) -> list[str]:
 
 def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
     """The config of `jobs.pretrain` with these arguments. Raises ConfigError where they make none."""
+    with _composing(arguments):
+        return to_dataclass(hydra.compose("pretrain", list(arguments)))
+
+
+def pretrain_overrides(
+    config: PretrainConfig, given: Sequence[str] = (), files: Mapping[str, str] | None = None
+) -> list[str]:
+    """The arguments of `jobs.pretrain` that give this config: `given`, and where it differs from what they give.
+
+    `files` are those of conf/model and conf/data that it was composed of. Raises ConfigError where none give it.
+    """
+    if files:
+        with _composing(given):
+            there = hydra.compose("pretrain", list(given), return_hydra_config=True).hydra.runtime.choices
+        given = [*(f"{group}={file}" for group, file in files.items() if there[group] != file), *given]
+    before = to_dict(pretrain_config(given))
+    plain, known = dict(_leaves(before)), set(_keys(before))
+    groups = {field.name for field in fields(PretrainConfig)}
+    wanted = dict(_leaves({group: values for group, values in to_dict(config).items() if group in groups}))
+    differences = [
+        f"{'' if key in known else '+'}{key}={_argument(value)}"
+        for key, value in wanted.items()
+        if value != plain.get(key, ...)
+    ]
+    found = dict(_leaves(to_dict(pretrain_config([*given, *differences]))))
+    for key in wanted:
+        if found.get(key, ...) != wanted[key]:
+            raise ConfigError(
+                f"no arguments of jobs.pretrain give {key}={_argument(wanted[key])} beside {' '.join(given)}; set it "
+                "in a file of conf/cluster, conf/model or conf/data, and choose that"
+            )
+    return [*given, *differences]
+
+
+@contextmanager
+def _composing(arguments: Sequence[str]) -> Iterator[None]:
+    """For hydra.compose of `pretrain`; what is wrong with its arguments becomes a ConfigError."""
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return to_dataclass(hydra.compose("pretrain", list(arguments)))
+            yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
     except AssertionError as error:
         if BELOW_NULL not in str(error):
             raise
         raise ConfigError(_below_null(arguments)) from error
-
-
-def pretrain_overrides(config: PretrainConfig, given: Sequence[str] = ()) -> list[str]:
-    """The arguments of `jobs.pretrain` that give this config: `given`, and where it differs from what they give."""
-    plain = dict(_leaves(to_dict(pretrain_config(given))))
-    groups = {field.name for field in fields(PretrainConfig)}
-    wanted = _leaves({group: values for group, values in to_dict(config).items() if group in groups})
-    differences = [
-        f"{'' if key in plain else '+'}{key}={_argument(value)}"
-        for key, value in wanted
-        if value != plain.get(key, ...)
-    ]
-    return [*given, *differences]
 
 
 def load_run_config(folder: Path) -> PretrainConfig:
@@ -172,10 +205,17 @@ def _one_line(error: BaseException, schema: type[PretrainConfig] = PretrainConfi
         if (CONF_DIR / key).is_dir():
             return f"{key!r} is chosen with a plus: +{key}=..."
         if "is not in struct" in str(cause):
-            return f"entries of {key} are added with a plus: +{key}.NAME=..."
+            where, _, name = key.rpartition(".")
+            return f"{where} has no {name} yet; new entries are added with a plus: +{key}=..."
         if key in set(_keys(to_dict(schema()))):
             return f"{key}: {str(cause).splitlines()[0].strip()}"
         return f"unknown setting {key!r}{_did_you_mean(key, schema)}"
+    twice = re.search(r"Multiple values for (\w+)\..* (\S+)'|(\w+) appears more than once", text)
+    if twice:
+        group, choice = twice[1] or twice[3], twice[2] or "NAME"
+        if group in ALWAYS:
+            return f"{group} is chosen without a plus: {group}={choice}"
+        return f"{group} is given twice: give it once, as +{group}={choice}"
     if "Could not find" in text and "/" in quoted[-1]:
         group, _, choice = quoted[-1].rpartition("/")
         choices = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))

@@ -1,14 +1,13 @@
 """What `jobs.submit` does: render, check, and act on Kubernetes or on a running Ray cluster."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Protocol
 
 import yaml
 
-from regrow.config.check import check
 from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
@@ -22,22 +21,25 @@ from regrow.submit.kuberay import KubeRay, LostSight
 from regrow.submit.render import Code, job_name, render, to_yaml
 
 
-def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
-    """Carry out `submit.action` for a config and the arguments that it was composed from; the exit status."""
-    if not config.parallel.pp:
-        config, _ = settled(config)
-    check(config)
-    check_submit(config)
+def submit(config: SubmitJobConfig, given: Sequence[str], files: Mapping[str, str] | None = None) -> int:
+    """Carry out `submit.action` for a config and the arguments and files that it was composed from; the exit status."""
+    planned, _ = settled(config)  # as the job will
+    check_submit(planned)
     code = Code(git_sha(), metadata.version("ray"))
+    asked = config if config.parallel.pp else planned
+
+    def arguments() -> list[str]:
+        return pretrain_arguments(asked, given, files)
+
     if config.submit.backend is SubmitBackend.ray:
-        return _on_ray(config, code, given)
-    return _on_kuberay(config, code, given)
+        return _on_ray(planned, code, arguments)
+    return _on_kuberay(planned, code, arguments)
 
 
-def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
+def _on_kuberay(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[[], list[str]]) -> int:
     action, options = config.submit.action, config.submit
     if action in (SubmitAction.render, SubmitAction.diff, SubmitAction.apply):
-        arguments = pretrain_arguments(config, given)
+        arguments = arguments_of_job()
         if broken := broken_rules(config, code, arguments):
             print("\n".join(f"error: {line}" for line in broken), file=sys.stderr)
             return 1
@@ -62,7 +64,7 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> in
     return _act(job, options, start=lambda: job.apply(manifests))
 
 
-def _on_ray(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
+def _on_ray(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[[], list[str]]) -> int:
     use_token()
     from regrow.submit.ray_jobs import RayJobs, job_spec  # ray takes a second
 
@@ -73,7 +75,7 @@ def _on_ray(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
         if action is SubmitAction.apply:
             check_storage(config)
         _look_at_corpus(config)
-        spec = job_spec(config, code, pretrain_arguments(config, given))
+        spec = job_spec(config, code, arguments_of_job())
         if action is SubmitAction.render:
             sys.stdout.write(yaml.safe_dump(spec, sort_keys=False, width=110))
             return 0
@@ -126,14 +128,17 @@ OURS = ("submit", "site")  # groups that jobs.pretrain does not have
 JOIN = "cluster.address=auto"
 
 
-def pretrain_arguments(config: SubmitJobConfig, given: Sequence[str]) -> list[str]:
+def pretrain_arguments(
+    config: SubmitJobConfig, given: Sequence[str], files: Mapping[str, str] | None = None
+) -> list[str]:
     """The user's own arguments, as they were given, and what else makes up the same run, on the cluster it runs in.
 
-    A site may set what is the run's, as where it is stored: that is added as what differs without the site.
+    A site may choose the model and the corpus (`files`), and set what is the run's, as where it is stored: that is
+    added where it differs without the site. Raises ConfigError where no arguments give it.
     """
     kept = [each for each in given if _key(each).split(".")[0] not in OURS and _key(each) not in _PLACE]
     cluster = replace(config.cluster, address="auto", local_nodes=0)
-    return pretrain_overrides(replace(config, cluster=cluster), [*kept, JOIN])
+    return pretrain_overrides(replace(config, cluster=cluster), [*kept, JOIN], files)
 
 
 _PLACE = ("cluster.address", "cluster.local_nodes")  # where the submitter would have run it
