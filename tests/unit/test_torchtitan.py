@@ -236,7 +236,8 @@ def test_weights_alone_begin_a_run_at_step_0(golden_model: ModelConfig, tmp_path
     ("options", "says"),
     [
         ({"batch": None}, "--global-batch-seqs and --seq-len"),
-        ({"batch": Batch(7, 5)}, "240 tokens in 5 steps, which is no even part of 7 x 5"),
+        ({"batch": Batch(7, 5)}, "trained on 240 tokens, where 5 steps of 7 x 5 are 175"),
+        ({"batch": Batch(5, 9)}, "trained on 240 tokens, where 5 steps of 5 x 9 are 225"),
     ],
 )
 def test_a_batch_that_cannot_be_its_own_is_refused(
@@ -245,6 +246,28 @@ def test_a_batch_that_cannot_be_its_own_is_refused(
     with pytest.raises(CheckpointError, match=says):
         imported(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_our_export_comes_back_after_torchtitan_trained_it_on_other_numbers_of_ranks(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its tokens are one rank's, each step's by the ranks of that step; ours are those of all."""
+    model, run = ragged_model(), tmp_path / "run"
+    monkeypatch.setattr(runs, "read_model", lambda name: model)
+    save_run(run, model)  # 12 sequences of 8 tokens a step
+    begun(run, model, OptimConfig())
+    _, index = choose(*checkpoints_of(str(run)))
+    export_run("torchtitan", str(run), index, str(tmp_path / "step-2"), dtype=Dtype.float32, start=quiet)
+    folder = DcpFolder(tmp_path / "step-2")
+    state = {key: folder.value(key) for key in folder.values} | {key: folder.tensor(key) for key in folder.tensors}
+    state |= {key: torch.tensor(5.0) for key in folder.tensors if key.endswith(".step")}
+    state |= {"train_state.step": 5, "train_state.ntokens_seen": 192 + 3 * 96 // ranks}  # 8: of 4 units of two by CP
+    torch_dcp.save(state, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    imported(tmp_path / "again", tmp_path / "step-5", batch=Batch(12, 8))
+    _, again = choose(*checkpoints_of(str(tmp_path / "again")))
+    assert again.scalars == {"step": 5, "cursor": 60, "tokens_seen": 480}
 
 
 @pytest.mark.parametrize(

@@ -127,17 +127,17 @@ def import_of_model(
 
 
 def _progress_of(state: TitanFolder, source: str, batch: Batch | None) -> Progress:
-    """Where a run stands that took such batches. Raises CheckpointError where its ranks cannot have."""
+    """Where a run stands that took such batches. Raises CheckpointError where none of its ranks can have."""
     if batch is None:
         raise CheckpointError(
             f"{source} does not say how large its batches were: give --global-batch-seqs and --seq-len, "
             "its training.global_batch_size and training.seq_len"
         )
     tokens = state.step * batch.seqs * batch.seq_len
-    if state.rank_tokens <= 0 or tokens % state.rank_tokens:
+    if not state.step <= state.rank_tokens <= tokens:  # of its share of each step, by the ranks that there were then
         raise CheckpointError(
-            f"{source}: each rank has trained on {state.rank_tokens:,} tokens in {state.step:,} steps, which is no "
-            f"even part of {batch.seqs} x {batch.seq_len} tokens a step; --global-batch-seqs and --seq-len are its "
+            f"{source}: a rank of it has trained on {state.rank_tokens:,} tokens, where {state.step:,} steps of "
+            f"{batch.seqs} x {batch.seq_len} are {tokens:,}; --global-batch-seqs and --seq-len are its "
             "training.global_batch_size and training.seq_len"
         )
     return Progress(step=state.step, cursor=state.step * batch.seqs, tokens_seen=tokens)

@@ -101,9 +101,8 @@ class TitanFolder:
             raise CheckpointError(f"{folder} holds {left[0]}, which the model {model.name} does not have")
         try:
             self.step = int(self._folder.value(STEP)) if self.has_optimizer else 0
-            self.rank_tokens = (
-                int(self._folder.value(TOKENS)) if self.has_optimizer else 0
-            )  # that one rank has trained on
+            # that one rank has trained on; all of them up to where our export was trained on
+            self.rank_tokens = int(self._folder.value(TOKENS)) if self.has_optimizer else 0
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: {STEP} or {TOKENS} is no number: {first_line(error)}") from error
 
