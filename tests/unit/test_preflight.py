@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Event
 from typing import Any
 
 import pyarrow as pa
@@ -28,6 +29,7 @@ from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.data.read.corpora import find_corpora
 from regrow.errors import DataError, UnseenError
+from regrow.storage import RemoteStorage, Storage
 from regrow.submit.submit import look_at_corpus
 from support.hub import hub
 
@@ -164,6 +166,36 @@ def test_a_prepared_corpus_that_is_named_is_counted(tmp_path: Path, source: Path
         check_corpus(config_of(tmp_path, 100_000, corpora={"web": folder}))
     with pytest.raises(DataError, match=r"nowhere holds no finished corpus"):
         check_corpus(config_of(tmp_path, corpora={"web": str(tmp_path / "nowhere")}))
+
+
+def test_a_look_at_what_is_prepared_deletes_nothing_and_has_a_deadline(
+    tmp_path: Path, source: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a preparation was killed while it tidied up, in an object store."""
+    storage_path = f"memory://{tmp_path.name}-{os.getpid()}"
+    config = config_of(tmp_path, source=str(source), tokenizer=str(tokenizer))
+    config = replace(config, run=RunConfig(storage_path=storage_path))
+    (place,) = find_corpora(config, progress=quiet).folders
+    folder = Storage.at(place)
+    for name in ("plan.json", "train-00000.record", "spool/000000.json"):
+        folder.write_bytes(name, b"{}")
+    there = folder.list()
+    assert check_corpus(config).basis == ""
+    assert folder.list() == there
+    find_corpora(config, progress=quiet)
+    assert len(folder.list()) == len(there) - 3, "a preparation tidies up"
+
+    over, read = Event(), RemoteStorage.read_bytes
+
+    def read_bytes(self: RemoteStorage, name: str) -> bytes:
+        if name == "manifest.json":
+            over.wait(60)
+        return read(self, name)
+
+    monkeypatch.setattr(RemoteStorage, "read_bytes", read_bytes)
+    with pytest.raises(UnseenError, match=rf"run\.storage_path={storage_path} did not answer within 1 s"):
+        check_corpus(config, deadline_s=1.0)
+    over.set()
 
 
 def test_the_source_is_looked_at_first(tmp_path: Path, source: Path) -> None:

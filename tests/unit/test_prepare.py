@@ -23,7 +23,7 @@ from regrow.data.prepare.prepare import cache_name, find_or_prepare, prepare, sp
 from regrow.data.prepare.spool import Spool, document_key
 from regrow.data.prepare.tokenizer import END_OF_TEXT, encode, load_tokenizer
 from regrow.data.read import shards
-from regrow.data.read.corpora import Corpora, order_of
+from regrow.data.read.corpora import Corpora, find_corpora, order_of
 from regrow.data.read.manifest import MANIFEST, Manifest
 from regrow.data.read.shards import ShardReader, verify
 from regrow.errors import DataError
@@ -301,6 +301,22 @@ def test_fewer_rows_than_a_global_batch_say_what_to_change(corpus: Path) -> None
     config = PretrainConfig(data=CONFIG, optim=OptimConfig(global_batch_seqs=12_000, num_slices=12))
     with pytest.raises(DataError, match=r"fewer than one global batch.*lower it to at most \d+"):
         order_of(config, Corpora.at(corpus))
+
+
+def test_corpora_whose_documents_end_with_different_tokens_are_not_mixed(corpus: Path, tmp_path: Path) -> None:
+    tokenizer, folders = load_tokenizer(corpus / "tokenizer.json"), {}
+    tokenizer.add_special_tokens(["<|eot_id|>"])
+    tokenizer.save(str(tmp_path / "two.json"))
+    data = replace(CONFIG, tokenizer=str(tmp_path / "two.json"), vocab_size=600)
+    for name, token in {"a": END_OF_TEXT, "b": "<|eot_id|>", "c": None}.items():
+        prepare(replace(data, end_of_text=token), WordRecipe(), tmp_path / name, progress=quiet)
+        folders[name] = str(tmp_path / name)
+    config = PretrainConfig(data=replace(data, corpora={name: folders[name] for name in "ac"}))
+    assert find_corpora(config, progress=quiet).eot_id == 0
+    with pytest.raises(
+        DataError, match=rf"of {tmp_path}/b end with token 512, those of .*/a with 0; .*data\.end_of_text"
+    ):
+        find_corpora(replace(config, data=replace(data, corpora=folders)), progress=quiet)
 
 
 def test_unknown_recipes_and_empty_folders_are_one_clear_line(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ an UnseenError: another one may. HF_ENDPOINT, HF_TOKEN and HTTPS_PROXY mean what
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,8 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
         if not is_remote(folder) and not Path(folder.removeprefix("file://")).expanduser().exists():
             raise UnseenError(f"data.corpora.{name}={folder} holds no finished corpus: there is no such folder")
     if data.corpora:
-        return _look_at("data.corpora", ", ".join(data.corpora.values()), lambda: _counted(config), deadline_s)
+        named = ", ".join(data.corpora.values())
+        return _look_at("data.corpora", named, lambda: _counted(config, data.corpora), deadline_s)
     recipe = load_recipe(data.recipe)
     on_hub = _sizes_on_hub("data.source", data.source, deadline_s)
     if on_hub is None or footers:
@@ -93,8 +94,9 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     tokenizer = None
     if data.tokenizer is not None:
         tokenizer = _look_at("data.tokenizer", data.tokenizer, lambda: _tokenizer(config), deadline_s)
-    if _look_at("run.storage_path", config.run.storage_path, lambda: _is_prepared(config, recipe), deadline_s):
-        return _counted(config)
+    prepared = _look_at("run.storage_path", config.run.storage_path, lambda: _prepared(config, recipe), deadline_s)
+    if prepared is not None:
+        return prepared
     try:
         num_rows, basis = _look_at(
             "data.source", data.source, lambda: _estimate(config, recipe, described, tokenizer), deadline_s
@@ -126,20 +128,24 @@ def _large_enough(config: PretrainConfig, num_rows: int | None, basis: str) -> O
     return Outlook(num_rows, data.seq_len, config.train.steps, least, basis)
 
 
-def _counted(config: PretrainConfig) -> Outlook:
-    from regrow.data.read.corpora import find_corpora, order_of
+def _counted(config: PretrainConfig, folders: Mapping[str, str]) -> Outlook:
+    """Of finished corpora, by name. Raises DataError where they do not fit each other, or the run."""
+    from regrow.data.read.corpora import Corpora, check_corpora, order_of
 
-    corpora = find_corpora(config, progress=lambda stage, done, total: None)
+    corpora = Corpora.of(folders, config.data)
+    check_corpora(config, corpora)
     order_of(config, corpora)  # raises where they cannot fill a batch
     rows = sum(manifest.splits["train"].num_rows for manifest in corpora.manifests)
     return Outlook(rows, config.data.seq_len, config.train.steps, config.optim.global_batch_seqs, "")
 
 
-def _is_prepared(config: PretrainConfig, recipe: Recipe) -> bool:
+def _prepared(config: PretrainConfig, recipe: Recipe) -> Outlook | None:
+    """None where the corpus is not finished. Only looks: a preparation would tidy up after one that was killed."""
     from regrow.data.prepare.prepare import corpus_folder
     from regrow.data.read.manifest import MANIFEST
 
-    return corpus_folder(config.data, config.run.storage_path, recipe).exists(MANIFEST)
+    folder = corpus_folder(config.data, config.run.storage_path, recipe)
+    return _counted(config, {"": str(folder)}) if folder.exists(MANIFEST) else None
 
 
 def _tokenizer(config: PretrainConfig) -> Any:

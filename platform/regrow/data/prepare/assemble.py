@@ -175,9 +175,7 @@ def _tidy(folder: Storage) -> None:
     manifest = Manifest.load(str(folder))
     shards = [shard.file for split in manifest.splits.values() for shard in split.shards]
     stays = {MANIFEST, PLAN_FILE, manifest.tokenizer.file, *shards, *map(index_name, shards)}
-    for name in folder.list():
-        if name not in stays:
-            folder.delete(name)
+    in_threads(folder.delete, [name for name in folder.list() if name not in stays])
     folder.delete(PLAN_FILE)
 
 

@@ -124,7 +124,7 @@ def find_corpora(config: PretrainConfig, *, progress: Progress, distribute: Dist
     else:
         folder, _ = find_or_prepare(config.data, config.run.storage_path, progress=progress, distribute=distribute)
         corpora = Corpora.at(str(folder), config.data)
-    _check(config, corpora)
+    check_corpora(config, corpora)
     return corpora
 
 
@@ -151,7 +151,8 @@ def mixture_of(config: PretrainConfig, corpora: Corpora) -> Mixture:
     return plan_mixture(stages, corpora.names, seq_len=config.data.seq_len)
 
 
-def _check(config: PretrainConfig, corpora: Corpora) -> None:
+def check_corpora(config: PretrainConfig, corpora: Corpora) -> None:
+    """Raises DataError for corpora that do not fit each other, or the run."""
     first = corpora.manifests[0]
     for folder, manifest in zip(corpora.folders, corpora.manifests, strict=True):
         if manifest.order_version != ORDER_VERSION:
@@ -173,4 +174,9 @@ def _check(config: PretrainConfig, corpora: Corpora) -> None:
             raise DataError(
                 f"{folder} and {corpora.folders[0]} were prepared with different tokenizers; "
                 "prepare one of them again with data.tokenizer of the other"
+            )
+        if manifest.tokenizer.eot_id != first.tokenizer.eot_id:
+            raise DataError(
+                f"documents of {folder} end with token {manifest.tokenizer.eot_id}, those of {corpora.folders[0]} with "
+                f"{first.tokenizer.eot_id}; prepare one of them again with data.end_of_text of the other"
             )
