@@ -1,5 +1,6 @@
 """Rows and events of hand-made runs, as they stand in their files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +62,44 @@ def write(folder: Path, rows: list[Any], events: list[Any]) -> str:
     return str(folder)
 
 
-def run_with_losses(folder: Path, losses: int = 3, detect_s: float = 2.5, new: bool = True) -> str:
-    """4 ranks, steps of 1 s. Each loss: ten steps, a process of node b gone; `detect_s` after the last step it is
-    noticed, 3 s later 3 ranks are ready, of which the model took 0.5 and restoring 1; their first step takes 2 s, the
-    others 1.2; after six steps in all the process is back, ready 8 s after its end was noticed; growing costs 1 s.
+def run_with_losses(
+    folder: Path,
+    losses: int = 3,
+    detect_s: float = 2.5,
+    new: bool = True,
+    *,
+    steps: int = 10,
+    back: int = 0,
+    every_steps: int | str = 1,
+    more: Sequence[dict[str, Any]] = (),
+) -> str:
+    """4 ranks, steps of 1 s. Each loss: ten `steps`, a process of node b gone; `detect_s` after the last step it is
+    noticed, 3 s later 3 ranks are ready, of which the model took 0.5 and restoring 1; the newest `back` steps are taken
+    back; their first step takes 2 s, the others 1.2; after six steps in all the process is back, ready 8 s after its
+    end was noticed; growing costs 1 s. `every_steps` lie between snapshots. `more`: events.
     """
     rows, now, step, number = [], 10.0, 0, 1
     events = [
+        *more,
         event("submitted", 0, min_workers=2, max_workers=4),
         generation(1, now, 4, 0, "start", workers=workers(*"abcd")),
     ]
     for _ in range(losses):
-        for _ in range(10):
+        for _ in range(steps):
             step, now = step + 1, now + 1.0
             rows.append(make_row(step, T0 + now, 1.0, number))
         now += detect_s
         failure = event("failure", now, cause="worker_died", detail="", generation=number, ranks=[1])
         events.append(failure | ({"nodes": ["b"], "kind": "software"} if new else {}))
         ready, now, number = now + 8.0, now + 3.0, number + 1
-        details = {"init_s": 2.0, "restore_s": 1.0, "source": "snapshot", "recomputed_steps": 0}
+        details = {"init_s": 2.0, "restore_s": 1.0, "source": "snapshot", "recomputed_steps": back}
         details |= {"startup_s": {"model": 0.5}}
+        if back:
+            taken, rows = rows[-back:], rows[:-back]
+            span = {"first_time": taken[0]["time"] - 1.0, "first_step_end": taken[0]["time"]}
+            span |= {"last_time": taken[-1]["time"], "from_step": step, "to_step": step - back, "steps": back}
+            events.append(event("rollback", now, generation=number, seconds=float(back), **span))
+            step -= back
         events.append(generation(number, now, 3, step, "worker_died", workers=workers(*"acd"), **details))
         for first in (True, *[False] * 5):
             step, now = step + 1, now + (2.0 if first else 1.2)
@@ -94,4 +113,7 @@ def run_with_losses(folder: Path, losses: int = 3, detect_s: float = 2.5, new: b
         step, now = step + 1, now + 1.0
         rows.append(make_row(step, T0 + now, 1.0, number))
     events.append(event("stopped", now, step=step, reason="finished"))
-    return write(folder, rows, events)
+    run = write(folder, rows, events)
+    config = yaml.safe_load((folder / "config.yaml").read_text()) | {"snapshot": {"every_steps": every_steps}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return run

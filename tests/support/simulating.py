@@ -39,7 +39,8 @@ def bare(job: Job, *, days: float = 60.0, policy: Policy | None = None, **figure
         "nodes_power",
         "sdc_first_share",
     )
-    values = {name: figure.value if name in neutral else 0.0 for name, figure in known.items()} | figures
+    values = {name: figure.value if name in neutral else 0.0 for name, figure in known.items()}
+    values |= {"snapshot_every_steps": 1.0} | figures
     made = policy or Policy("bare", park=False, copies_lost_at=1 << 30)
     found = {name: Figure(value) for name, value in values.items()} | {"slow_evict_s": Figure(float("inf"))}
     return Inputs(job, made, found, days, spread=0.0, known=True)

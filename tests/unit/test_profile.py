@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from regrow.errors import ConfigError
+from regrow.simulate.faults import delays
 from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy
 from regrow.simulate.profile import MOST_SAMPLES, Profile, kept
 from regrow.simulate.run_logs import RunLogs, faults_of
@@ -25,7 +27,7 @@ PRIOR = {
         for name in ("form_base_s", "build_s", "restore_s", "first_step_s", "join_s", "respawn_s", "away_short_s")
     },
     "communicators_s": Figure(17.0, Origin.published, "a paper"),
-    "lost_committed_share": Figure(0.2, Origin.assumed, "a guess"),
+    "lost_committed_steps": Figure(0.2, Origin.assumed, "a guess"),
     "share_slow": Figure(0.05, Origin.assumed, "a guess"),
     "slow_factor": Figure(1.25, Origin.assumed, "a guess"),
     "slow_lasts_s": Figure(3600.0, Origin.assumed, "a guess"),
@@ -73,11 +75,11 @@ def test_what_was_measured_says_so_with_its_number_and_what_was_not_stays_what_i
     after = Profile.read([folder]).applied(before)
     form = after.figures["form_base_s"]
     assert (form.value, form.origin, form.n, form.source) == (pytest.approx(1.5), Origin.measured, 6, folder)
-    assert form.by_size == {3: pytest.approx((1.5,) * 6)}
+    assert form.samples == pytest.approx((1.5,) * 6)
     assert (after["step_s"], after.figures["step_s"].origin) == (1.0, Origin.measured)
     assert after["communicators_s"] == 0.0  # within form_base_s at a size that was measured
-    assert after["lost_committed_share"] == 0.0
-    assert after.figures["lost_committed_share"].n == 6
+    assert after["lost_committed_steps"] == 0.0
+    assert after.figures["lost_committed_steps"].n == 6
     software = after.figures["rate_software"]
     exposure = Profile.read([folder]).node_days
     assert software.value == pytest.approx((3 + 6) / (3 / 0.002 + exposure))
@@ -101,6 +103,36 @@ def test_below_five_samples_what_was_published_is_mixed_in(tmp_path: Path) -> No
     form = after.figures["form_base_s"]
     assert form.value == pytest.approx((3 * 1.5 + 2 * 10.0) / 5)
     assert (form.n, "2 of 5 from a guess" in form.source) == (3, True)
+
+
+def test_below_five_samples_of_the_jobs_size_delays_are_drawn_with_the_mean_that_was_published() -> None:
+    """Of 64 ranks one sample of 3 s, of 32 many: a mean of 24.6 s is what is drawn, and what a sweep stretches."""
+    profile = Profile(runs=["runs/a"], usual_s={64: 6.0, 32: 6.0})
+    profile.samples["notice_hang_s", "worker_hung", 64].append(3.0)
+    profile.samples["notice_hang_s", "worker_hung", 32] += [1.0] * 9
+    found = profile.applied(inputs(gpus=64))
+    assert found["notice_hang_s"] == pytest.approx((3.0 + 4 * 30.0) / 5)
+    uniform = np.linspace(0, 1, 1000, endpoint=False)
+    for told, mean in ((found, found["notice_hang_s"]), (found.with_values(notice_hang_s=7.0), 7.0)):
+        drawn = delays(told.figures["notice_hang_s"], told, np.zeros(1000), uniform)
+        assert drawn.mean() == pytest.approx(mean)
+
+
+def test_steps_that_losses_cost_are_counted_and_what_lies_between_snapshots_is_told_apart(tmp_path: Path) -> None:
+    """Each loss took six steps back. With eight steps between snapshots 3.5 of them are these; with one, none."""
+    told = {"before": 0, "commit_s": 2.0, "step_s": 1.0, "mtbf_s": 100.0, "steps_lost": 16}
+    spacing = [event("snapshot_spacing", 0.5, every_steps=8, **told)]
+    for name, every_steps, events, beyond in (
+        ("a", 1, [], 6.0), ("b", 8, [], 2.5), ("c", "auto", spacing, 2.5), ("d", "auto", [], 6.0 - 1.5),
+        ("e", 32, [], 0.0),
+    ):  # fmt: skip
+        folder = run_with_losses(tmp_path / name, losses=6, back=6, every_steps=every_steps, more=events)
+        profile = Profile.read([folder])
+        assert (profile.counts["losses"], profile.counts["lost_steps"]) == (6, 36)
+        lost = profile.applied(inputs()).figures["lost_committed_steps"]
+        assert (lost.value, lost.n) == (pytest.approx(beyond), 6), name
+        again = Profile.of_json(profile.to_json())
+        assert again.applied(inputs()).figures["lost_committed_steps"].value == lost.value
 
 
 def test_at_another_size_a_delay_is_an_assumption_by_a_named_law_and_what_grows_stays(tmp_path: Path) -> None:

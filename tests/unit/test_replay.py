@@ -144,6 +144,17 @@ def test_a_finished_run_is_predicted_from_its_own_faults(tmp_path: Path) -> None
     assert any("goodput" in line for line in found.lines())
 
 
+@pytest.mark.parametrize("every_steps", [1, 8, "auto"])
+def test_a_run_that_lost_several_steps_at_a_time_is_predicted_to_lose_as_many(
+    tmp_path: Path, every_steps: int | str
+) -> None:
+    run_with_losses(tmp_path / "a", losses=6, steps=30, back=6, every_steps=every_steps)
+    found = replay(str(tmp_path / "a"), config(), plays=20)
+    assert abs(found.points["goodput"]) < 3.0
+    assert found.predicted.mean.lost_steps == pytest.approx(found.was.lost_steps, rel=0.2)
+    assert found.was.lost_steps == 36
+
+
 def ready(at: float, node: str) -> dict[str, Any]:
     return event("ready", at, node=node, host=node, ranks=1, start_s=8.0, generation=1)
 

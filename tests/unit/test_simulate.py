@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from regrow.config.spares import num_beyond
+from regrow.forecast.estimate import forecasts, gpu_of, network_of
+from regrow.forecast.settle import settled
 from regrow.plan.batch import plan_batch
-from regrow.simulate.estimate import IDLE, PARTS, Estimate, estimate, passes_of, speeds
-from regrow.simulate.faults import DAY
+from regrow.simulate.estimate import IDLE, PARTS, Estimate, estimate, estimate_given, passes_of, speeds
+from regrow.simulate.faults import DAY, Fault
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy, mixed, rate_of
 from regrow.simulate.profile import Profile
 from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
@@ -232,12 +235,93 @@ def test_units_that_save_no_pass_are_spares_as_in_a_run(settings: tuple[str, ...
     assert (job.units, job.spares) == (units, spares)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("+cluster=h100x64", "optim.num_slices=56"),
+        ("+cluster=h100x64", "cluster.max_workers=72"),
+        ("+cluster=h100x64", "optim.num_slices=420", "optim.global_batch_seqs=420"),  # 60 ranks
+        ("+cluster=h100x2048", "optim.num_slices=2024", "optim.global_batch_seqs=2024"),  # two replicas of 256 units
+        ("+cluster=h100x16384", "cluster.min_workers=16200"),
+        ("+cluster=h100x16384", "cluster.spare_workers=256"),
+        ("+cluster=h100x16384", "parallel.pp=0"),
+    ],
+)
+def test_units_and_spares_are_those_that_the_run_forms(arguments: tuple[str, ...]) -> None:
+    """As `jobs.plan` has them at full size; a last node that is not full is one too."""
+    config = configured(*arguments)
+    made, _ = settled(config)
+    full = forecasts(made, gpu_of(made, config.plan), network_of(made, config.plan))[-1]
+    job, beyond = job_of(config), num_beyond(config.cluster)
+    assert (job.gpus, job.unit_gpus) == (full.mesh.world_size, full.mesh.world_size // full.batch.world_size)
+    assert job.spares == (full.num_workers + beyond) // 8 - math.ceil(full.mesh.world_size / 8)
+    speed, _ = speeds(job)
+    assert (speed[-1], speed[job.nodes]) == (1.0, 1.0)
+    assert job.min_units == math.ceil(config.cluster.min_workers / job.unit_gpus)
+
+
 def test_a_group_never_parks_below_its_fewest_workers() -> None:
     job = job_of(configured("+cluster=h100x2048", "cluster.min_workers=2048"))
-    assert (job.gpus, job.spares, job.min_share) == (2048, 0, 1.0)
+    assert (job.gpus, job.spares, job.min_units) == (2048, 0, 512)
     job = job_of(configured("+cluster=h100x16384", "cluster.min_workers=16200"))  # 126 units hold 16,128
-    assert (job.units, job.spares) == (127, 16)
-    assert job.min_share <= 1.0
+    assert (job.units, job.spares, job.min_units) == (128, 0, 127)  # two replicas of 64, where 127 units would be one
+
+
+def test_a_group_of_exactly_the_fewest_units_trains_and_a_smaller_one_does_not() -> None:
+    for units in range(1, 141):
+        for least in range(1, units + 1):
+            speed, _ = speeds(Job(8 * units, 8, 4 * units, min_units=least))
+            assert speed[least] > 0, (units, least)
+            assert speed[least - 1] == 0, (units, least)
+    half, _ = speeds(Job(8 * 25, 8, 100))
+    assert (half[12], half[13] > 0) == (0, True)
+
+
+def test_what_lies_between_snapshots_is_what_a_loss_costs_and_none_cost_what_was_trained_since_a_checkpoint() -> None:
+    """Every step, the forecast's distance, 100 steps, and checkpoints alone, which come after 500."""
+    found = {}
+    for said in ("1", "auto", "100", "0"):
+        given = inputs("+cluster=h100x98304", "simulate.days=20", f"snapshot.every_steps={said}")
+        found[said] = given, float(estimate(given, 8).effective.mean())
+    effective = [each for _, each in found.values()]
+    assert effective == sorted(effective, reverse=True)
+    assert len(set(effective)) == 4
+    config = settled(configured("+cluster=h100x98304"))[0]
+    full = forecasts(config, gpu_of(config, config.plan), network_of(config, config.plan))[-1]
+    figures = {said: given.figures["snapshot_every_steps"] for said, (given, _) in found.items()}
+    assert [figures[said].value for said in ("1", "auto", "100")] == [1, full.commits.every_steps, 100]
+    assert full.commits.every_steps > 1
+    assert (figures["auto"].low, figures["auto"].high) == (1, 16)
+    without = found["0"][0]
+    assert (without.policy.memory, found["1"][0].policy.memory) == (False, True)
+    assert without["snapshot_interval_s"] == pytest.approx(500 * without["step_s"])
+    assert "checkpoint.every_steps" in without.figures["snapshot_interval_s"].source
+    assert total(estimate(without, 4)) == pytest.approx(without.days * DAY)
+
+
+def test_snapshots_k_steps_apart_cost_half_of_these_and_their_lag_a_loss_whatever_k_is() -> None:
+    job, rate = Job(16384, 128, 2048, spares=200), 3.789e-3
+    for apart in (1.0, 8.0):
+        given = bare(job, **rates(gpu=rate), step_s=6.0, snapshot_every_steps=apart, lost_committed_steps=0.5,
+                     away_short_s=3600.0, away_short_share=1.0)  # fmt: skip
+        lost = 1 - float(estimate(given, 64).effective.mean())
+        assert lost == pytest.approx(2048 * rate / DAY * 6.0 * (apart / 2 + 0.5), rel=0.03)
+
+
+def test_reference_worlds_have_a_snapshot_of_each_step_whatever_is_configured() -> None:
+    for world in ("today", "next"):
+        given = inputs("+cluster=h100x98304", "snapshot.every_steps=0", f"simulate/world={world}")
+        assert (given.policy.memory, given["snapshot_every_steps"]) == (True, 1.0)
+
+
+def test_drained_nodes_cost_work_where_nothing_is_told_before_they_go() -> None:
+    """Under `restart` they are losses like those of a GPU, under the others they are left in good order."""
+    for each in inputs_of(configured("+cluster=h100x64", "simulate.days=2")):
+        taken = [Fault(20_000.0 * number, "drain", 0.5, notice_s=60.0, away_s=600.0) for number in range(1, 8)]
+        drains, lost = estimate_given(each, taken), estimate_given(each, [replace(one, kind="gpu") for one in taken])
+        told = each.policy.name != "restart"
+        assert drains.seconds("redo", "drain") == (0.0 if told else lost.seconds("redo", "gpu"))
+        assert lost.seconds("redo", "gpu") > 0
 
 
 def test_spares_at_16384_gpus_are_worth_what_the_reference_found() -> None:
@@ -338,6 +422,9 @@ def test_the_interval_from_five_runs_covers_the_mean_of_others_and_shrinks_with_
             ("+cluster=h100x2048", "cluster.min_workers=2049"),
             "cluster.min_workers=2049 is above cluster.max_workers=2048",
         ),
+        (("+cluster=h100x64", "parallel.tp=8", "plan.workers_per_node=4"), "must be a multiple of parallel.tp=8"),
+        (("+cluster=h100x64", "parallel.tp=8", "simulate.gpus_per_node=4"), "must be a multiple of parallel.tp=8"),
+        (("+cluster=h100x64", "optim.num_slices=7"), "optim.num_slices=7"),  # what jobs.pretrain refuses
         (("simulate.days=0",), "simulate.days=0.0 must be positive"),
         (("simulate.goal=98",), "simulate.goal=98.0 must be between 0 and 1, as 0.98"),
         (("simulate.figures.build_s=soon",), "simulate.figures.build_s='soon' is no figure; write a number"),

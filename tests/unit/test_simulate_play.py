@@ -67,6 +67,22 @@ def test_play_and_estimate_see_the_same_of_some_faults() -> None:
     assert 100 * played.goodput == pytest.approx(100 * estimated.goodput[0], abs=0.4)
 
 
+@pytest.mark.parametrize(("apart", "lag"), [(8, 0.5), (1, 3.5), (4, 6.0)])
+def test_play_and_estimate_lose_as_many_steps_where_snapshots_lie_apart_or_are_committed_late(
+    apart: int, lag: float
+) -> None:
+    """Of a hundred faults; both engines take back half of the steps between snapshots, and the lag."""
+    inputs, config = on_64_nodes(step_s=20.0)
+    inputs = inputs.with_values(snapshot_every_steps=apart, lost_committed_steps=lag)
+    faults = [replace(each, unnoticed_s=0.0, nodes=1) for each in some_faults(100, 900.0, 4)]
+    wall_s = faults[-1].at + 3600.0
+    played, estimated = _both(inputs, config, faults, wall_s)
+    lost = [event.to_row() for event in played.log.events if event.name == "rollback"]
+    assert sum(each["seconds"] for each in lost) / wall_s > 0.01
+    assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
+    assert 100 * played.goodput == pytest.approx(100 * estimated.goodput[0], abs=0.4)
+
+
 def test_faults_that_are_drawn_can_be_played_and_are_those_of_the_estimate() -> None:
     inputs, config = on_64_nodes(step_s=60.0)
     given = {**rates(gpu=0.5, software=0.5, hang=0.1), "away_short_s": 1800.0, "away_short_share": 1.0}

@@ -110,7 +110,8 @@ class Costs:
     restart_s: float
     durable_back_s: float
     step_s: float
-    interval_s: float  # between states that count; 0: each step's
+    every_steps: float  # between snapshots in memory
+    interval_s: float  # between checkpoints, where only they count; 0: snapshots do
     stall_s: float
     verify_share: float
 
@@ -125,6 +126,7 @@ class Costs:
             restart_s=inputs["restart_s"],
             durable_back_s=inputs["durable_back_s"],
             step_s=inputs["step_s"],
+            every_steps=max(1.0, inputs["snapshot_every_steps"]),
             interval_s=interval_s,
             stall_s=inputs["snapshot_stall_s"] if interval_s else 0.0,
             verify_share=inputs["verify_share"],
@@ -140,7 +142,7 @@ class Costs:
 
 
 def _interval_s(inputs: Inputs) -> float:
-    """Between checkpoints; 0 where every step is in memory."""
+    """Between checkpoints; 0 where snapshots are in memory."""
     if inputs.policy.memory:
         return 0.0
     if not inputs.policy.automatic:
@@ -158,7 +160,7 @@ def speeds(job: Job) -> tuple[Floats, Floats]:
     units = np.minimum(job.units, up * job.gpus_per_node // job.unit_gpus)
     passes0 = passes_of(job, np.array([job.units]))[0]
     passes = passes_of(job, np.maximum(units, 1))
-    speed = np.where(units >= max(1, job.units * job.min_share), passes0 / passes, 0.0)
+    speed = np.where(units >= max(1, job.least_units), passes0 / passes, 0.0)
     per_unit = -(-job.num_slices // (passes * job.slices_per_pass))
     fewest = np.minimum(np.maximum(units, 1), per_unit)
     return speed, np.ceil(fewest * job.unit_gpus / job.gpus_per_node)
@@ -380,9 +382,9 @@ class Estimating:
         """The speed of a group of those that are up."""
         job, policy = self.inputs.job, self.inputs.policy
         if policy.replicas > 1:
-            whole = np.floor(self.healthy / (job.nodes / policy.replicas))
-            speed = np.clip(np.minimum(whole, policy.replicas - self.out), 0, None) / policy.replicas
-            return np.where(speed >= job.min_share, speed, 0.0)
+            whole = np.floor(self.healthy * policy.replicas / job.nodes)
+            whole = np.clip(np.minimum(whole, policy.replicas - self.out), 0, None)
+            return np.where(whole * job.units >= job.least_units * policy.replicas, whole / policy.replicas, 0.0)
         if not policy.shrinks:
             return (self.healthy >= job.nodes) * 1.0
         return self.speed_of[self.healthy.astype(np.intp)]
@@ -390,17 +392,15 @@ class Estimating:
     def _undo(self, hit: Bools, head: Bools, origin: NDArray[np.intp], nodes: Floats, wrong: Floats) -> None:
         """Take back what a loss costs of the work before it."""
         inputs, costs = self.inputs, self.costs
-        segment = (
-            costs.segment_s
-            if costs.interval_s
-            else costs.step_s * (1 + self.excess) / np.where(self.speed > 0, self.speed, 1)
-        )
+        step_s = costs.step_s * (1 + self.excess) / np.where(self.speed > 0, self.speed, 1)
+        segment = costs.segment_s if costs.interval_s else step_s * costs.every_steps
         begun = self.up - np.floor(self.up / segment) * segment
+        if not costs.interval_s:  # a group begins with what is safe
+            begun = np.minimum(begun + inputs["lost_committed_steps"] * step_s, self.up)
         again = wrong + costs.durable_back_s * (nodes >= inputs.policy.copies_lost_at)
-        again = again + (0.0 if costs.interval_s else inputs["lost_committed_share"] * segment)
         again = np.where(head, costs.durable_back_s, again)
         undone = np.zeros(self.replicas)
-        told = origin == ORIGINS.index("drain")  # it leaves in good order
+        told = (origin == ORIGINS.index("drain")) & (inputs["notice_drain_s"] == 0)  # it leaves in good order
         for state, each in self._split((begun + again) * ((hit & ~told) | head)).items():
             taken = np.minimum(each, self.booked[state])
             self.booked[state] -= taken

@@ -176,7 +176,7 @@ def drawn(inputs: Inputs, seed: int) -> list[Fault]:
 def delays(figure: Figure, inputs: Inputs, normal: Floats, uniform: Floats) -> Floats:
     """Seconds of a delay: of its samples, else a lognormal of its mean."""
     if figure.samples:
-        samples = np.array(figure.samples_at(inputs.job.gpus))
+        samples = np.array(figure.samples)
         return samples[np.minimum((uniform * len(samples)).astype(np.intp), len(samples) - 1)]
     return figure.value * lognormal(normal, inputs.spread)
 

@@ -28,14 +28,16 @@ Names end in their unit; `KINDS` are the kinds of faults:
     stop_fixed_s stop_per_gpu_s storage_lasts_s   a planned stop; an outage of storage
     snapshot_interval_s snapshot_stall_s          between states that count where memory is not used, and their stall
     durable_back_s                                what it costs that all copies in memory are lost
-    lost_committed_share                          of losses, those that cost a committed step besides
+    snapshot_every_steps                          steps from one snapshot in memory to the next
+    lost_committed_steps                          of a loss, on average, steps that are done again though the snapshot
+                                                  that has them was taken: its commit takes so long
     step_s                                        a step's time at full size, undisturbed
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from regrow.errors import ConfigError
@@ -56,10 +58,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and where it is from. Durations are drawn from `samples`, else from a lognormal of the mean `value`.
-
-    `by_size` has samples of some world sizes, in ranks, where these are known apart.
-    """
+    """A number and where it is from. Durations are drawn from `samples`, else from a lognormal of the mean `value`."""
 
     value: float
     origin: Origin = Origin.assumed
@@ -68,17 +67,11 @@ class Figure:
     low: float | None = None  # assumed: the range that a sweep tries
     high: float | None = None
     samples: tuple[float, ...] = ()
-    by_size: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     def with_value(self, value: float) -> "Figure":
         """The same figure, were it this number: samples are stretched."""
         stretch = value / self.value if self.value else 0.0
-        by_size = {size: tuple(stretch * each for each in samples) for size, samples in self.by_size.items()}
-        return replace(self, value=value, samples=tuple(stretch * each for each in self.samples), by_size=by_size)
-
-    def samples_at(self, world_size: int) -> tuple[float, ...]:
-        """Those of a world size where there are some, else all."""
-        return self.by_size.get(world_size) or self.samples
+        return replace(self, value=value, samples=tuple(stretch * each for each in self.samples))
 
 
 Figures = Mapping[str, Figure]
@@ -88,17 +81,17 @@ def at(figure: Figure, value: float) -> Figure:
     """A figure, were it this number."""
     if figure.value and math.isfinite(figure.value):
         return figure.with_value(value)
-    return replace(figure, value=value, samples=(), by_size={})
+    return replace(figure, value=value, samples=())
 
 
-def measured(samples: Iterable[float], source: str, by_size: Mapping[int, tuple[float, ...]] | None = None) -> Figure:
+def measured(samples: Iterable[float], source: str) -> Figure:
     """Of a run's own durations, in seconds.
 
     >>> measured([1.0, 3.0], "runs/a").value
     2.0
     """
     kept = tuple(samples)
-    return Figure(sum(kept) / len(kept), Origin.measured, source, len(kept), samples=kept, by_size=by_size or {})
+    return Figure(sum(kept) / len(kept), Origin.measured, source, len(kept), samples=kept)
 
 
 def rate_of(prior: Figure, count: int, exposure: float, source: str) -> Figure:
@@ -169,18 +162,23 @@ class Job:
     unit_gpus: int  # tp x cp x pp
     num_slices: int  # of a global batch
     gpus_per_node: int = 8  # a node's ranks; of a drill: its workers
-    min_share: float = 0.5  # of the units, below which nothing is trained
+    min_units: int = 0  # that train, with fewer nothing is; 0: half of them
     slices_per_pass: int = 1
     spares: int = 0  # nodes that have joined and wait
     name: str = ""
 
     @property
     def nodes(self) -> int:
-        return self.gpus // self.gpus_per_node
+        """The last one may be beside spares."""
+        return -(-self.gpus // self.gpus_per_node)
 
     @property
     def units(self) -> int:
         return self.gpus // self.unit_gpus
+
+    @property
+    def least_units(self) -> float:
+        return self.min_units or self.units / 2
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ class Policy:
     shrinks: bool = True  # goes on with fewer nodes; else waits for a node in its place
     in_place: bool = True  # survivors keep their processes
     replicas: int = 1  # above 1: replica groups, of which the others go on while one is re-formed (FT-HSDP)
-    memory: bool = True  # every step is in other nodes' memory; else what was checkpointed counts
+    memory: bool = True  # snapshots are in other nodes' memory; else what was checkpointed counts
     automatic: bool = False  # checkpoint as often as wastes least: Daly's interval
     copies_lost_at: int = 2  # nodes at once that take a snapshot and all its copies
     park: bool = True  # run the fewest units that have the same number of passes

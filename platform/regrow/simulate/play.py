@@ -269,9 +269,9 @@ class Player:
             _submit_again(self, "stop")
             return
         run.step_s, run.next_s = run.next_s or run.step_s, None
-        lag = self.inputs["lost_committed_share"] * run.step_s
-        self.unsealed = [*self.unsealed[-1:], (self.now + lag, Version(run.generation, run.step))]
-        if reason in (Cause.grow, Cause.drain):
+        leaves = reason in (Cause.grow, Cause.drain)
+        _snapshot(self, run, at_once=leaves)
+        if leaves:
             _seal(self, at_once=True)
             self.form_vary = 1.0
             self.tell(e.Leaving(run.generation, run.step, reason))
@@ -446,6 +446,16 @@ def _back(player: Player, node: _Node, domain: int) -> None:
     player.join(new)
     if player.run is None or player.run.over:
         player.ask()
+
+
+def _snapshot(player: Player, run: _Run, *, at_once: bool) -> None:
+    """A snapshot of the newest step is taken, where it is time for one, and safe later; those before it still count."""
+    if not at_once and run.step % max(1, round(player.inputs["snapshot_every_steps"])):
+        return
+    lag_s = player.inputs["lost_committed_steps"] * run.step_s
+    safe = [each for each in player.unsealed if each[0] <= player.now]
+    player.unsealed[: len(safe)] = safe[-1:]
+    player.unsealed.append((player.now + lag_s, Version(run.generation, run.step)))
 
 
 def _seal(player: Player, *, at_once: bool = False) -> None:

@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from regrow.errors import ConfigError
@@ -43,6 +44,7 @@ from regrow.simulate.run_logs import (
     lost_a_worker,
     node_seconds,
     size_at,
+    spacing_at,
 )
 
 DAY = 86400.0
@@ -73,7 +75,8 @@ class Profile:
     runs: list[str] = field(default_factory=list)
     days: float = 0.0
     node_days: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)  # of faults by kind; planned, head, slow, losses, lost_steps
+    counts: Counter[str] = field(default_factory=Counter)  # of faults by kind; planned, head, slow
+    # and losses of ranks that a snapshot was there for, and lost_steps: those that all of them cost
     samples: dict[Key, list[float]] = field(default_factory=lambda: defaultdict(list))
     steps: dict[int, list[tuple[float, float, float]]] = field(default_factory=lambda: defaultdict(list))
     # by world size: step_s, data_wait_s, snapshot_s of steps that are no group's first
@@ -110,10 +113,6 @@ class Profile:
         ]
         return kept(found)
 
-    def by_size(self, name: str) -> dict[int, tuple[float, ...]]:
-        sizes = sorted({size for figure, _, size in self.samples if figure == name and size})
-        return {size: tuple(self.of_figure(name, size=size)) for size in sizes}
-
     def figures(self, prior: Figures, gpus: int) -> dict[str, Figure]:
         """These figures as the runs have them, for a job of so many ranks; without those that they say nothing of."""
         found: dict[str, Figure] = {}
@@ -128,7 +127,7 @@ class Profile:
         """Inputs with what the runs have measured. What the group did about faults is regrow's own: of other policies
         only what befalls a cluster is taken."""
         found = self.figures(inputs.figures, inputs.job.gpus)
-        is_own = inputs.policy.in_place and inputs.policy.memory and inputs.policy.replicas == 1
+        is_own = inputs.policy.in_place and inputs.policy.replicas == 1
         taken = {name: each for name, each in found.items() if is_own or name.startswith(BEFALLS)}
         return inputs.override(taken)
 
@@ -177,10 +176,11 @@ class Profile:
         return rate_of(prior, self.counts[what], exposure, f"{self.source}; law {LINEAR}")
 
     def _delay(self, name: str, prior: Figure, gpus: int) -> Figure | None:
-        """A duration, or a share of losses."""
-        if name == "lost_committed_share" and self.counts["losses"]:
-            share = self.counts["lost_steps"] / self.counts["losses"]
-            return Figure(share, Origin.measured, self.source, self.counts["losses"])
+        """A duration, a share of faults, or steps of a loss."""
+        if name == "snapshot_every_steps":
+            return None  # the configuration's
+        if name == "lost_committed_steps" and self.counts["losses"]:
+            return Figure(lost_steps(self)[1], Origin.measured, self.source, self.counts["losses"])
         if name == "share_slow" and self.counts["slow"]:
             faults = sum(self.counts[kind] for kind in KINDS if kind != "drain")
             return Figure(self.counts["slow"] / max(1, faults), Origin.measured, self.source, self.counts["slow"])
@@ -193,7 +193,7 @@ class Profile:
         samples = self.of_figure(name, size=gpus) or self.of_figure(name)
         if not samples:
             return None
-        return replace(mixed(prior, samples, self.source), by_size=self.by_size(name))
+        return mixed(prior, samples, self.source)
 
     # what a run says
 
@@ -234,7 +234,7 @@ class Profile:
         formed = [each.generation for each in ledger.attempts if each.generation]
         kinds = {event.generation: kind for event, kind in faults_of(events) if isinstance(event, Failure)}
         undone = {event.generation: event.seconds for event in of_kind(events, Rollback)}
-        least = least_workers(run)
+        least, spacing = least_workers(run), spacing_at(run)
         changes = [generation for generation in formed if generation.cause != Cause.start]
         for entry, generation in zip(recoveries(ledger.attempts, rows, events), changes, strict=True):
             size, cause, number = generation.world_size, str(generation.cause), generation.generation
@@ -258,8 +258,10 @@ class Profile:
                 self._sample("build_s", cause, size, model_s)
                 self._sample("restore_s", cause, size, restore_s)
                 self._sample("first_step_s", cause, size, first_s)
-            self.counts["losses"] += 1
-            self.counts["lost_steps"] += bool(entry["lost_steps"])
+            if entry["source"] == "snapshot":
+                self.counts["losses"] += 1
+                self.counts["lost_steps"] += entry["lost_steps"] or 0
+                self._sample("snapshot_every_steps", cause, size, spacing(generation.time))
             if entry["source"] == "checkpoint" and undone.get(number):
                 name = "sdc_unnoticed_s" if cause == Cause.corrupted else "durable_back_s"
                 self._sample(name, cause, size, undone[number])
@@ -309,6 +311,17 @@ class Profile:
     def _sample(self, name: str, cause: str, size: int, seconds: float | None) -> None:
         if is_number(seconds):
             self.samples[name, cause, size].append(float(seconds or 0.0))
+
+
+def lost_steps(profile: Profile) -> tuple[float, float]:
+    """(steps between snapshots, steps that a loss cost beside half of those), on average over losses.
+
+    They come to what was lost: of snapshots further apart, so many steps between them as losses bear out.
+    """
+    lost = profile.counts["lost_steps"] / max(1, profile.counts["losses"])
+    told = profile.of_figure("snapshot_every_steps")
+    apart = min(fmean(told), 1 + 2 * lost) if told else 1.0
+    return apart, lost - (apart - 1) / 2
 
 
 def kept(values: list[Any]) -> list[Any]:

@@ -32,7 +32,7 @@ from regrow.simulate.estimate import CAUSE_OF
 from regrow.simulate.faults import Fault
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy
 from regrow.simulate.play import Player, leave
-from regrow.simulate.profile import Profile
+from regrow.simulate.profile import Profile, lost_steps
 from regrow.simulate.run_logs import RunLogs, arrivals, faults_of
 from regrow.simulate.world import verify_share
 
@@ -420,11 +420,10 @@ def _inputs(profile: Profile, config: PretrainConfig, nodes: int | None, per_nod
     used = min(here, ranks // per_node)
     job = Job(used * per_node, unit, config.optim.num_slices, per_node, spares=here - used)
     full_s = profile.usual_s.get(ranks) or fmean(profile.usual_s.values())
-    losses = max(1, profile.counts["losses"])
     values: dict[str, float] = {}
     values |= {"step_s": full_s, "nodes_rack": 1.0, "communicators_gpus": 1.0}
     values["verify_share"] = verify_share(config, job)
-    values["lost_committed_share"] = profile.counts["lost_steps"] / losses
+    values["snapshot_every_steps"], values["lost_committed_steps"] = lost_steps(profile)
     values |= dict.fromkeys(DRAWN, 0.0)
     figures = {name: Figure(value, Origin.measured, profile.source) for name, value in values.items()}
     return Inputs(job, Policy("in_place"), figures, days=FAR / 86400.0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from regrow.control.spacing import FIRST
 from regrow.errors import ConfigError
 from regrow.record.events import (
     FAILURES,
@@ -19,6 +20,7 @@ from regrow.record.events import (
     NodeLost,
     Ready,
     Row,
+    SnapshotSpacing,
     Submitted,
     Undrain,
     from_row,
@@ -164,6 +166,22 @@ def lost_a_worker(events: Sequence[Event], ready: Ready) -> bool:
     }
     back = {event.node for event in of_kind(events, Undrain)}
     return ready.node in lost or ready.node in back
+
+
+def spacing_at(run: RunLogs) -> Callable[[float], int]:
+    """Steps between snapshots at a time: as configured, or as measured; 1 in a run of before there was a choice."""
+    config = run.config.get("snapshot")
+    fixed = (config or {}).get("every_steps", 1)
+    told = [(event.time, event.every_steps) for event in of_kind(run.history.events, SnapshotSpacing)]
+    times = [time for time, _ in told]
+
+    def spacing(time: float) -> int:
+        if isinstance(fixed, int):
+            return fixed
+        at = bisect_right(times, time) - 1
+        return told[at][1] if at >= 0 else FIRST
+
+    return spacing
 
 
 def least_workers(run: RunLogs) -> int:

@@ -24,7 +24,7 @@ BUDGETED = (
 )
 OWN = (  # what regrow itself could do better
     *("communicators_", "form_", "build_", "restore_", "first_step_", "notice_", "join_", "sdc_unnoticed_", "durable_"),
-    *("lost_", "stop_", "slow_evict_", "verify_"),
+    *("lost_", "stop_", "slow_evict_", "verify_", "snapshot_every_"),
 )
 BEFALLS = (
     "rate_",
@@ -305,6 +305,7 @@ def _figures_of(inputs: Inputs, origin: str, part: str) -> list[tuple[tuple[str,
     }
     costs = Costs.of(inputs)
     parts: Mapping[tuple[str, ...], float]
+    begun: tuple[str, ...]
     if part == "notice":
         parts = {(f"notice_{origin}_s",): 1.0}
     elif part == "form" and origin == "head":
@@ -322,9 +323,10 @@ def _figures_of(inputs: Inputs, origin: str, part: str) -> list[tuple[tuple[str,
     elif origin == "sdc":
         parts = {("sdc_unnoticed_s",): 1.0}
     else:
-        begun = ("snapshot_interval_s",) if costs.interval_s else ("step_s", "lost_committed_share")
-        lost = (costs.segment_s if costs.interval_s else costs.step_s) * 0.5
-        lost += 0.0 if costs.interval_s else inputs["lost_committed_share"] * costs.step_s
+        begun, lost = ("snapshot_interval_s",), costs.segment_s * 0.5
+        if not costs.interval_s:
+            begun = ("step_s", "snapshot_every_steps", "lost_committed_steps")
+            lost = costs.step_s * (costs.every_steps * 0.5 + inputs["lost_committed_steps"])
         parts = {begun: lost, ("durable_back_s", *_bursts(inputs)): _copies_lost(inputs, origin) * costs.durable_back_s}
     total = sum(parts.values())
     return [(names, each / total) for names, each in parts.items() if each > 0] if total > 0 else [((), 1.0)]

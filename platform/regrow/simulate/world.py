@@ -5,14 +5,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from regrow.config.check import check_plan, topologies, world_sizes
 from regrow.config.plain import CONF_DIR, parse_yaml
 from regrow.config.schema import PolicyConfig, PretrainConfig, SimulateConfig, SimulateJobConfig
+from regrow.config.snapshots import fixed_every_steps, takes_snapshots
 from regrow.config.spares import num_beyond, parks
 from regrow.config.stages import stages_per_rank
 from regrow.control.health import WHERE_AGAIN_S
 from regrow.control.phases import BEYOND_S, FACTOR
+from regrow.control.spacing import FIRST
 from regrow.errors import ConfigError, RegrowError
-from regrow.forecast.estimate import forecast, gpu_of, network_of
+from regrow.forecast.estimate import Forecast, forecast, gpu_of, network_of
 from regrow.forecast.settle import settled
 from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, parse_figure
 from regrow.simulate.profile import Profile
@@ -34,13 +37,14 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
     job = job_of(config)
     if not simulate.policy:
         raise ConfigError("simulate.policy is empty; choose some, as simulate/policy=[in_place,restart]")
-    base = _figures(simulate.figures, "simulate.figures") | _faults(simulate) | {"step_s": _step(config)}
+    full = _forecast(config)
+    base = _figures(simulate.figures, "simulate.figures") | _faults(simulate) | {"step_s": _step(full)}
     found = []
     for name, policy in simulate.policy.items():
         figures = base | _figures(policy.figures, f"simulate.policy.{name}.figures")
         copies = policy.copies_lost_at
         if name == OWN:
-            decided, given = _of_settings(config, job, figures), _given(simulate)
+            decided, given = _of_settings(config, job, figures, full), _given(simulate)
             figures |= {each: figure for each, figure in decided.items() if each not in given}
             copies = config.snapshot.copies + 1
             if simulate.domains if simulate.domains is not None else config.snapshot.domain_label is not None:
@@ -48,8 +52,10 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
             figures |= _figures(simulate.own, "simulate.own")
             copies = simulate.own_copies_lost_at or copies
         made = _policy(name, policy, job, copies)
-        if name == OWN and config.cluster.verify_every_steps > 0 and not simulate.own:
-            made = replace(made, expels_corrupt=True)
+        if name == OWN and not simulate.own:
+            made = replace(made, expels_corrupt=made.expels_corrupt or config.cluster.verify_every_steps > 0)
+            if not takes_snapshots(config.snapshot):
+                made = replace(made, memory=False, copies_lost_at=1 << 30)
         inputs = Inputs(job, made, figures, simulate.days)
         inputs = profile.applied(inputs) if profile is not None else inputs
         inputs = inputs.override(_asked(simulate, inputs))
@@ -59,39 +65,69 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
 
 def job_of(config: SimulateJobConfig) -> Job:
     """The job's size. Raises ConfigError for units that do not divide it, and spares that there cannot be."""
+    simulate, least, most = config.simulate, config.cluster.min_workers, config.cluster.max_workers
+    if simulate.gpus is None and least > most:
+        raise ConfigError(
+            f"cluster.min_workers={least} is above cluster.max_workers={most}: no group trains; "
+            f"set cluster.min_workers={most} or fewer"
+        )
+    is_given = simulate.faults.single or any((simulate.gpus, simulate.unit_gpus, simulate.num_slices))
+    job = _given_job(config) if is_given else _run_job(config)
+    counts = simulate.spares or [job.spares]
+    for count in counts:
+        if not 0 <= count <= job.nodes:
+            raise ConfigError(f"simulate.spares={count}: 0 to {job.nodes}, the job's nodes")
+    return replace(job, spares=counts[0])
+
+
+def _run_job(config: SimulateJobConfig) -> Job:
+    """Of the group that a run of this configuration forms at full size; what it leaves out are spares."""
+    check_plan(config)
+    cluster, slices = config.cluster, config.optim.num_slices
+    most = cluster.max_workers
+    per_node = config.simulate.gpus_per_node or min(config.plan.workers_per_node, most)
+    _whole_nodes(most, per_node)
+    if cluster.address is not None and per_node % config.parallel.tp:
+        raise ConfigError(f"simulate.gpus_per_node={per_node} must be a multiple of parallel.tp={config.parallel.tp}")
+    made, _ = settled(config)
+    table = topologies(made)
+    gpus = max(world_sizes(made, table).values())
+    mesh = table[gpus].mesh
+    unit, name = mesh.tp * mesh.cp * mesh.pp, f"{config.model.name} on {gpus:,} GPUs"
+    job = Job(gpus, unit, slices, per_node, min_units=-(-cluster.min_workers // unit), name=name)
+    return replace(job, spares=max(0, (most + num_beyond(cluster)) // per_node - job.nodes))
+
+
+def _given_job(config: SimulateJobConfig) -> Job:
+    """Of a size that is given, whatever a run makes of it."""
     simulate, cluster, parallel = config.simulate, config.cluster, config.parallel
     gpus = simulate.gpus or cluster.max_workers
     per_node = simulate.gpus_per_node or min(config.plan.workers_per_node, gpus)
     unit = simulate.unit_gpus or parallel.tp * parallel.cp * max(1, parallel.pp)
     slices = simulate.num_slices or (gpus // unit if simulate.faults.single else config.optim.num_slices)
-    if gpus < 1 or per_node < 1 or unit < 1:
-        raise ConfigError(
-            f"simulate.gpus={gpus}, simulate.gpus_per_node={per_node}, simulate.unit_gpus={unit}: at least 1"
-        )
-    if gpus % per_node:
-        raise ConfigError(f"{gpus} GPUs are not whole nodes of {per_node}; set simulate.gpus_per_node to a divisor")
+    if gpus < 1 or unit < 1:
+        raise ConfigError(f"simulate.gpus={gpus}, simulate.unit_gpus={unit}: at least 1")
+    _whole_nodes(gpus, per_node)
     if gpus % unit:
         raise ConfigError(f"{gpus} GPUs are not whole units of {unit}; set simulate.gpus={max(1, gpus // unit) * unit}")
     if slices < gpus // unit:
         raise ConfigError(f"{slices} slices for {gpus // unit} units; set simulate.num_slices={gpus // unit} or more")
-    if simulate.gpus is None and cluster.min_workers > gpus:
-        raise ConfigError(
-            f"cluster.min_workers={cluster.min_workers} is above cluster.max_workers={gpus}: no group trains; "
-            f"set cluster.min_workers={gpus} or fewer"
-        )
-    beyond = num_beyond(cluster)
-    if simulate.gpus is None and parks(cluster):
+    least, beyond = 0, num_beyond(cluster)
+    if simulate.gpus is None:
+        least = -(-cluster.min_workers // unit)
         passes = -(-slices // (gpus // unit))
-        units = max(-(-slices // passes), -(-cluster.min_workers // unit))  # the fewest that take as many
-        in_use = units * unit
-        if not (gpus - in_use) % per_node:
+        in_use = unit * max(-(-slices // passes), least)  # the fewest that take as many
+        if parks(cluster) and not (gpus - in_use) % per_node:
             gpus, beyond = in_use, beyond + gpus - in_use
-    counts, nodes = simulate.spares or [beyond // per_node], gpus // per_node
-    for count in counts:
-        if not 0 <= count <= nodes:
-            raise ConfigError(f"simulate.spares={count}: 0 to {nodes}, the job's nodes")
-    least = cluster.min_workers / gpus if simulate.gpus is None and cluster.min_workers > 1 else 0.5
-    return Job(gpus, unit, slices, per_node, least, spares=counts[0], name=f"{config.model.name} on {gpus:,} GPUs")
+    name = f"{config.model.name} on {gpus:,} GPUs"
+    return Job(gpus, unit, slices, per_node, min_units=least, spares=beyond // per_node, name=name)
+
+
+def _whole_nodes(gpus: int, per_node: int) -> None:
+    if per_node < 1:
+        raise ConfigError(f"simulate.gpus_per_node={per_node}: at least 1")
+    if gpus % per_node:
+        raise ConfigError(f"{gpus} GPUs are not whole nodes of {per_node}; set simulate.gpus_per_node to a divisor")
 
 
 def replicas_of(simulate: SimulateConfig) -> int:
@@ -147,15 +183,32 @@ def _faults(simulate: SimulateConfig) -> dict[str, Figure]:
     return found | {"rate_planned": parse_figure(faults.planned_per_day, "simulate.faults.planned_per_day")}
 
 
-def _step(config: SimulateJobConfig) -> Figure:
-    """A step at full size, by forecast where the cluster's name says what its GPUs are."""
+def _forecast(config: SimulateJobConfig) -> Forecast | None:
+    """At full size, where the cluster's name says what its GPUs are."""
     if config.cluster.gpus_per_worker:
         with contextlib.suppress(RegrowError):
             made, _ = settled(config)
-            device, network = gpu_of(made, config.plan), network_of(made, config.plan)
-            seconds = forecast(made, made.cluster.max_workers, device, network).time.step_s
-            return Figure(seconds, Origin.assumed, "jobs.plan's forecast", low=seconds / 2, high=seconds * 2)
-    return Figure(STEP_S, Origin.assumed, "no forecast for this cluster", low=1.0, high=20.0)
+            full = max(world_sizes(made).values())
+            return forecast(made, full, gpu_of(made, config.plan), network_of(made, config.plan))
+    return None
+
+
+def _step(full: Forecast | None) -> Figure:
+    """A step at full size."""
+    if full is None:
+        return Figure(STEP_S, Origin.assumed, "no forecast for this cluster", low=1.0, high=20.0)
+    seconds = full.time.step_s
+    return Figure(seconds, Origin.assumed, "jobs.plan's forecast", low=seconds / 2, high=seconds * 2)
+
+
+def _spacing(config: SimulateJobConfig, full: Forecast | None) -> Figure:
+    """Steps from one snapshot to the next."""
+    fixed, most = fixed_every_steps(config.snapshot), config.snapshot.most_steps_lost
+    if fixed is not None:
+        return Figure(float(max(1, fixed)), Origin.assumed, "snapshot.every_steps")
+    found, source = (full.commits.every_steps, "jobs.plan's forecast") if full else (FIRST, "as control begins")
+    source = f"snapshot.every_steps=auto: {source}"
+    return Figure(float(found), Origin.assumed, source, low=1.0, high=float(max(found, most)))
 
 
 def _given(simulate: SimulateConfig) -> list[str]:
@@ -167,9 +220,15 @@ def _given(simulate: SimulateConfig) -> list[str]:
     ]
 
 
-def _of_settings(config: SimulateJobConfig, job: Job, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+def _of_settings(
+    config: SimulateJobConfig, job: Job, figures: Mapping[str, Figure], full: Forecast | None
+) -> dict[str, Figure]:
     """What the run's own settings decide of regrow's figures."""
-    cluster, found = config.cluster, {}
+    cluster, found = config.cluster, {"snapshot_every_steps": _spacing(config, full)}
+    if not takes_snapshots(config.snapshot) and config.checkpoint.every_steps:
+        seconds = config.checkpoint.every_steps * figures["step_s"].value
+        source = "checkpoint.every_steps x step_s, with snapshot.every_steps=0"
+        found["snapshot_interval_s"] = Figure(seconds, Origin.assumed, source)
     timeout_s = config.train.collective_timeout_s
     learned_s = FACTOR * figures["step_s"].value + BEYOND_S + WHERE_AGAIN_S
     hang_s, source = timeout_s, "train.collective_timeout_s"
