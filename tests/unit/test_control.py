@@ -217,6 +217,22 @@ def test_a_process_that_dies_at_the_start_leaves_those_that_start_with_it() -> N
     ]
 
 
+def test_a_process_that_its_node_finds_gone_has_died_and_did_not_hang() -> None:
+    """Where the group stands still for it before its keeper has told of that."""
+    told = training("ab")
+    for step in range(1, 4):
+        told.now += 0.1
+        told.row(step, step_s=0.1)
+    for _ in range(8):
+        told.now += 0.5
+        told()
+        answering(told, {"a": lambda: [Pulse(0, 1, 3, 0.0, 0.0, "S")], "b": lambda: [Pulse(1, 1, 3, 1.0, 0.0, "")]})
+    (failure,) = told.records("failure")
+    assert failure["cause"] == "worker_died"
+    assert "process 1 gone" in failure["detail"]
+    assert told.records("suspected") == []
+
+
 def test_no_process_hangs_that_ends_as_the_run_is_given_up() -> None:
     told = training("ab")
     for step in range(1, 4):

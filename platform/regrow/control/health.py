@@ -21,6 +21,7 @@ from regrow.control.silent import DARK_S, SilentKeepers
 from regrow.control.slow import READ_PER_S, READ_S, Spent, Worker
 from regrow.control.suspects import Suspects
 from regrow.control.values import NOTHING, GpuReading
+from regrow.record.events import Cause
 
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
 STOPPED_S = 0.7  # silent and stopped by a signal
@@ -166,6 +167,12 @@ class Suspect:
     dark: bool  # its node's keeper does not answer either
     detail: str
     phase: str = ""  # in which it hangs
+    is_gone: bool = False  # its node's keeper has seen it end, before it has told of that
+
+    @property
+    def cause(self) -> Cause:
+        """What it is a loss by."""
+        return Cause.node_silent if self.dark else Cause.worker_died if self.is_gone else Cause.worker_hung
 
 
 @dataclass
@@ -312,7 +319,7 @@ class Health:
                 if pulse.pid == member.pid:
                     how = "stopped" if pulse.stopped else f"in state {pulse.state}" if pulse.state else "gone"
                     detail = f"process {pulse.pid} {how}, last ran {pulse.silent_s:.1f} s ago"
-                    suspects.append(Suspect(member, False, detail))
+                    suspects.append(Suspect(member, False, detail, is_gone=not pulse.state))
         waited = now - asked.at
         asked.waiting -= self._silent.hanging(asked.waiting, asked.at, now)  # the keeper alone hangs
         if waited > DARK_S:

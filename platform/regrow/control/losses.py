@@ -98,16 +98,16 @@ class Losses:
             self._lose((member.id for member in dead), Cause.worker_died, detail, now)
 
     def suspected(self, suspects: list[Suspect], now: float) -> None:
-        """End processes that keep the others waiting; of a node that has gone dark nothing more is expected."""
+        """End processes that keep the others waiting; of one that is gone, or of a dark node, no more is expected."""
         ranks = {member.id: rank for rank, member in enumerate(self.membership.current)}
         for each in suspects:
             self.out.append(kill(each.member))
-            if not each.dark:
+            if each.cause == Cause.worker_hung:
                 rank = ranks.get(each.member.id)
                 self.health.suspects.hung(each.member.node, each.member.pid, rank, now, each.detail)
-        dark = {each.member.node for each in suspects if each.dark}
         details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
-        cause = Cause.node_silent if dark else Cause.worker_hung
+        causes = {each.cause for each in suspects}
+        cause = next(each for each in (Cause.node_silent, Cause.worker_hung, Cause.worker_died) if each in causes)
         self._lose((each.member.id for each in suspects), cause, "; ".join(details), now)
 
     def broke(self, event: Broke, now: float) -> None:
