@@ -1,6 +1,7 @@
 """Documents -> tokenizer -> shards: what a prepared corpus holds, and what can go wrong on the way."""
 
 import errno
+import fcntl
 import hashlib
 import multiprocessing
 import pickle
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -227,6 +229,26 @@ def test_processes_that_prepare_at_once_all_find_a_whole_corpus(corpus: Path, tm
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert Manifest.load(folder) == Manifest.load(corpus)
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".building")] == []
+
+
+def test_a_preparation_that_waits_for_another_says_so(corpus: Path, tmp_path: Path) -> None:
+    seen: list[tuple[Task, float, float]] = []
+    waits, lock = Event(), tmp_path / ".words.lock"
+
+    def progress(task: Task, done: float, total: float) -> None:
+        seen.append((task, done, total))
+        waits.set()
+
+    with open(lock, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        second = Thread(target=lambda: prepare(CONFIG, WordRecipe(), tmp_path / "words", progress=progress))
+        second.start()
+        assert waits.wait(60)
+        shutil.copytree(corpus, tmp_path / "words")
+        fcntl.flock(held, fcntl.LOCK_UN)
+        second.join()
+    waiting = Task(f"waiting for another preparation, which holds {lock}")
+    assert seen == [(waiting, 0, 1), (waiting, 1, 1)]
 
 
 def test_find_or_prepare_prepares_once_and_reports_stages_that_end(

@@ -26,6 +26,7 @@ from regrow.data.prepare.spool import Spool, Spooled
 from regrow.data.read.manifest import MANIFEST, SPLITS, Manifest, Shard
 from regrow.data.read.shards import index_name, write_index, write_shard
 from regrow.errors import DataError
+from regrow.progress import Progress, Task
 from regrow.record.log import NO_LOCKS
 from regrow.storage import Storage, in_threads
 
@@ -130,13 +131,13 @@ def record_name(split: int, number: int) -> str:
 
 
 @contextmanager
-def building_site(place: Storage) -> Iterator[Storage | None]:
+def building_site(place: Storage, progress: Progress) -> Iterator[Storage | None]:
     """The folder to build a corpus in, which is at `place` afterwards; None where a finished one stands there.
 
-    On a file system with locks one process at a time builds, others wait for it.
+    On a file system with locks one process at a time builds, others wait for it and say so.
     """
     if place.is_local:
-        with _local_site(place.local_path) as site:
+        with _local_site(place.local_path, progress) as site:
             yield site
         return
     try:
@@ -149,10 +150,10 @@ def building_site(place: Storage) -> Iterator[Storage | None]:
 
 
 @contextmanager
-def _local_site(folder: Path) -> Iterator[Storage | None]:
+def _local_site(folder: Path, progress: Progress) -> Iterator[Storage | None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = folder.with_name(f".{folder.name}.building")
-    with _lock(folder):
+    with _lock(folder, progress):
         if (folder / MANIFEST).is_file():
             yield None
             return
@@ -180,12 +181,18 @@ def _tidy(folder: Storage) -> None:
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock that guards what stands at `folder`; the kernel lets go of it with the process. None is held on a
     file system without locks: there, as in an object store, two jobs may build the same corpus at a time."""
-    with open(folder.with_name(f".{folder.name}.lock"), "wb") as file:
+    path = folder.with_name(f".{folder.name}.lock")
+    with open(path, "wb") as file:
         try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting = Task(f"waiting for another preparation, which holds {path}")
+            progress(waiting, 0, 1)
             fcntl.flock(file, fcntl.LOCK_EX)
+            progress(waiting, 1, 1)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

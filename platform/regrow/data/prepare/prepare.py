@@ -93,7 +93,7 @@ def prepare(
     Raises DataError if a split has too few tokens for one row, or if storage goes on failing.
     """
     place = folder if isinstance(folder, Storage) else Storage.at(folder)
-    with building_site(place) as site:
+    with building_site(place, progress) as site:
         if site is not None:
             try:
                 plan = Plan(config, recipe, site, progress, distribute)
