@@ -20,7 +20,7 @@ READY = (
     "+cluster=h100x64",
     f"run.name={NAME}",
     "run.storage_path=s3://llama/runs",
-    "+data.corpora.web=/mnt/llama/web",
+    "+data.corpora.web=/opt/regrow/web",  # as in an image, and not on this machine
     "submit.image=registry.llama.dev/regrow",
     "submit.context=east",
     "submit.namespace=pretrain",
@@ -52,6 +52,7 @@ class Cluster:
         monkeypatch.setattr(kuberay, "POLL_S", 0.01)
         monkeypatch.setattr(kuberay, "REASONS_S", 0.0)
         monkeypatch.setattr("regrow.submit.submit.git_sha", lambda: CODE.git_sha)
+        monkeypatch.setattr("regrow.submit.submit.untracked", lambda *_: [])
         return found
 
     def __init__(self, folder: Path) -> None:

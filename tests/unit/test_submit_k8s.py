@@ -12,7 +12,7 @@ import yaml
 
 from regrow.config.check import check
 from regrow.config.schema import Network, PretrainConfig, SubmitAction, SubmitConfig
-from regrow.submit.check import broken_rules, check_submit
+from regrow.submit.check import IMAGE, broken_rules, check_submit
 from regrow.submit.pods import GROUP, USER, sizes
 from regrow.submit.render import Code
 from support.submission import CODE, compose, rendered
@@ -87,6 +87,7 @@ def test_the_image_has_the_users_ids_and_what_the_drain_needs() -> None:
     assert f"useradd --uid {USER} --gid {GROUP}" in DOCKERFILE
     assert "procps" in DOCKERFILE  # pgrep
     (home,) = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert home == IMAGE
     assert f"PYTHONPATH={home} " in DOCKERFILE  # jobs and data are found from anywhere
 
 

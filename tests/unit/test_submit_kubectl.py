@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError, ConfigError
+from regrow.record.provenance import untracked
 from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
 from regrow.submit.kubectl import Kubectl
@@ -258,14 +260,33 @@ def test_a_quota_that_the_job_of_before_fills_does_not_keep_its_successor_away(
     assert cluster.verbs[-len(STARTED) :] == STARTED
 
 
+TAGGED = f"submit.image='registry.llama.dev/regrow:{CODE.tag}'"
+MOUNTED = ("run.storage_path=/mnt/runs", "submit.volume_claim=runs")
 REFUSED = [
     (["submit.image=registry.example.com/regrow"], CODE, "submit.image=registry.example.com/regrow is a placeholder"),
     (["submit.image='<registry>/regrow'"], CODE, "is a placeholder"),
     ([], Code("0123456789ab-dirty", "2.60.0"), "changes that are not committed"),
     ([], Code(None, "2.60.0"), "changes that are not committed"),
+    ([TAGGED], Code("0123456789ab-dirty", "2.60.0"), "changes that are not committed"),
+    ([TAGGED], Code(None, "2.60.0"), "changes that are not committed"),
+    (
+        [],
+        replace(CODE, untracked=("conf/model/2b.yaml",)),
+        "conf/model/2b.yaml is not in git, and not known to be",
+    ),
+    ([], replace(CODE, untracked=("data/a.py", "data/b.py")), "data/a.py and 1 more are not in git"),
     (["run.storage_path=runs"], CODE, "run.storage_path=runs is relative to this checkout"),
     (["run.storage_path=s3://example.com/runs"], CODE, "is a placeholder"),
     (["run.storage_path=/mnt/runs"], CODE, "set submit.volume_claim"),
+    (["data.source=/home/me/corpus"], CODE, "data.source=/home/me/corpus is nowhere in the pods"),
+    (["data.source=file:///home/me/a.txt"], CODE, "data.source=file:///home/me/a.txt is nowhere in the pods"),
+    (["data.tokenizer='~/tokenizer.json'"], CODE, "data.tokenizer=~/tokenizer.json is nowhere in the pods"),
+    (["data.tokenizer=/tmp/tokenizer.json"], CODE, "data.tokenizer=/tmp/tokenizer.json is nowhere in the pods"),
+    (["+data.corpora.code=/data/code"], CODE, "data.corpora.code=/data/code is nowhere in the pods"),
+    ([*MOUNTED, "+data.corpora.code=/mnt/runs2/code"], CODE, "name a URI, or a place below /mnt/runs, /opt/regrow"),
+    (["data.cache_dir=/mnt/nvme"], CODE, "data.cache_dir=/mnt/nvme is nowhere in the pods"),
+    (["parallel.compile_cache=/home/me/cache"], CODE, "compile_cache=/home/me/cache is nowhere in the pods"),
+    (["snapshot.folder=/mnt/snapshots"], CODE, "snapshot.folder=/mnt/snapshots is no memory of the pods; set"),
 ]
 
 
@@ -280,7 +301,42 @@ def test_placeholders_are_refused_in_one_line(change: Sequence[str], code: Code,
 
 def test_what_is_filled_in_is_not_refused() -> None:
     check_may_apply(compose(READY), CODE)
-    check_may_apply(compose([*READY, "run.storage_path=/mnt/runs", "submit.volume_claim=runs"]), CODE)
+    check_may_apply(compose([*READY, TAGGED]), CODE)
+    check_may_apply(compose([*READY, *MOUNTED]), CODE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.source=/mnt/runs/corpus/*.parquet",
+        "data.source=file:///opt/regrow/corpus",
+        "data.source=hf://datasets/a/b",
+        "data.source=corpora/a.txt",  # of the checkout
+        "data.tokenizer=/mnt/runs/tokenizer.json",
+        "+data.corpora.code=s3://llama/code",
+        "data.cache_dir=/tmp/cache",
+        "parallel.compile_cache=/mnt/runs/compiled",
+        "snapshot.folder=/dev/shm/mine",
+    ],
+)
+def test_a_path_that_pods_have_is_not_refused(change: str) -> None:
+    check_may_apply(compose([*READY, *MOUNTED, change]), CODE)
+
+
+def test_a_file_that_an_image_of_the_commit_lacks_is_named(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    assert untracked("conf", "data", root=tmp_path) == []  # which is no checkout
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    for name in ("conf/model/a.yaml", "conf/cluster/mine.yaml", "conf/site/mine.yaml", "data/x.log", "notes/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    git("init", "--quiet")
+    git("add", "conf/model")
+    git("commit", "--quiet", "--message=a")
+    assert untracked("conf", "data", root=tmp_path) == ["conf/cluster/mine.yaml"]  # a site is not the job's
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,7 @@ def started(cluster: Cluster, *arguments: str) -> "subprocess.Popen[str]":
         "import sys; from regrow.submit import kuberay, submit, waiting\n"
         "kuberay.POLL_S, kuberay.REASONS_S, waiting.QUIET_S = 0.05, 0.05, 0.3\n"
         f"submit.git_sha = lambda: {CODE.git_sha!r}\n"
+        "submit.untracked = lambda *_: []\n"
         "import runpy; sys.argv[0] = 'jobs.submit'; runpy.run_module('jobs.submit', run_name='__main__')"
     )
     return subprocess.Popen(

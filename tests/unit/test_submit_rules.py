@@ -39,6 +39,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (WIDE, "submit.workers_per_node=6", "puts 6 ranks into a pod, .* parallel.tp=4, .*set submit.workers_per_node=4"),
     (PLAIN, "submit.shm_gb=200", "shm_gb=200.0 is too little: .* cluster.min_workers=32 .* lower snapshot.slots"),
     (PLAIN, "snapshot.copies=8", "snapshot.copies=8 has 7 other nodes of 8; lower it, raise cluster.max_workers"),
+    (PLAIN, "data.cache_gb=500", "cache_gb=500 .* submit.disk_gb=200: .*set submit.disk_gb=520 or data.cache_gb=180"),
+    (PLAIN, "submit.disk_gb=30", "data.cache_gb=20 .* submit.disk_gb=30: .*set submit.disk_gb=40 or data.cache_gb=10"),
+    (PLAIN, "submit.disk_gb=10", "data.cache_gb=20 .* submit.disk_gb=10: .*set submit.disk_gb=40$"),
     (PLAIN, "submit.grace_s=60", "submit.grace_s=60 ends before .* after 70 s; set submit.grace_s=105 or more"),
     (PLAIN, "submit.idle_timeout_s=60", "=60 must be above the .*; set submit.idle_timeout_s=1080"),
     (PLAIN, "+submit.env.RAY_REDIS_ADDRESS=redis:6379", "is refused by KubeRay's operator .* use submit.redis_address"),
@@ -92,6 +95,7 @@ def test_no_fix_names_a_setting_that_does_not_exist() -> None:
         "+submit.env.AWS_SHARED_CREDENTIALS_FILE=/mnt/runs/credentials",
         "+submit.env.AWS_WEB_IDENTITY_TOKEN_FILE=/var/run/secrets/eks.amazonaws.com/serviceaccount/token",
         "submit.idle_timeout_s=60",  # of no autoscaler
+        "data.cache_gb=180",
     ],
 )
 def test_what_can_run_is_not_refused(change: str) -> None:

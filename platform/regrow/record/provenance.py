@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("regrow", "torch", "torchao", "ray", "pyarrow", "numpy", "tokenizers", "safetensors", "hydra-core")
+ROOT = Path(__file__).parents[3]
 
 
 def git_sha() -> str | None:
@@ -18,6 +19,18 @@ def git_sha() -> str | None:
         return sha + ("-dirty" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("REGROW_GIT_SHA")  # set by k8s/Dockerfile
+
+
+def untracked(*folders: str, root: Path = ROOT) -> list[str]:
+    """Files below these folders of the checkout that are not in git, nor ignored; none outside a checkout.
+
+    Sites are left out: jobs do without.
+    """
+    try:
+        options = ("--others", "--exclude-standard", "--", *folders, ":(exclude)conf/site")
+        return _git(root, "ls-files", *options).splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def versions(*more: str) -> dict[str, str]:

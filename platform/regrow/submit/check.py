@@ -8,6 +8,8 @@ import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import ceil
+from pathlib import PurePosixPath
 from typing import Any
 
 from regrow.config.ray_health import LEAST_S
@@ -23,6 +25,8 @@ DNS_1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 PLACEHOLDER = re.compile(r"example\.(com|org|net)|<[^>]*>|\bCHANGE_?ME\b", re.IGNORECASE)
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+IMAGE = "/opt/regrow"  # the checkout, in the image of k8s/Dockerfile
+OTHER_DISK_GB = 20  # of a pod's /tmp: Ray's logs and spilled objects, what was compiled
 TAKEN = ("/", "/tmp", "/dev", "/dev/shm")  # in a pod
 PULL_POLICIES = ("IfNotPresent", "Always", "Never")
 SECRET_NAME = re.compile(  # TOKENIZERS_PARALLELISM is none
@@ -161,17 +165,24 @@ def _check_tolerations(submit: SubmitConfig) -> None:
 
 
 def check_may_apply(config: SubmitJobConfig, code: Code) -> None:
-    """Refuse what renders well and cannot run: placeholders, and storage that the pods do not share.
+    """Refuse what renders well and cannot run: placeholders, code that no image has, places that no pod has.
 
     Raises ConfigError for the first.
     """
     image = image_of(config.submit, code)
     if PLACEHOLDER.search(image):
         raise ConfigError(f"submit.image={config.submit.image} is a placeholder; build and push yours: k8s/README.md")
-    if re.search(r"dirty|unknown", image):
+    if code.git_sha is None or code.git_sha.endswith("-dirty") or re.search(r"dirty|unknown", image):
         raise ConfigError(
             f"image {image}: the checkout has changes that are not committed, or is none, and no image is known to "
             "hold them; commit, and build the image from that"
+        )
+    if code.untracked:
+        first, *others = code.untracked
+        are = f" and {len(others)} more are" if others else " is"
+        raise ConfigError(
+            f"{first}{are} not in git, and not known to be in image {image}; commit, and build the image from that, or "
+            "take it out of the checkout"
         )
     check_storage(config)
     submit = config.submit
@@ -180,6 +191,31 @@ def check_may_apply(config: SubmitJobConfig, code: Code) -> None:
             f"run.storage_path={config.run.storage_path} is a folder that the pods do not share; set "
             "submit.volume_claim to a PersistentVolumeClaim to be mounted there, or run.storage_path to a URI (s3://BUCKET/FOLDER)"
         )
+    _check_places(config)
+
+
+def _check_places(config: SubmitJobConfig) -> None:
+    """Whether pods have the local folders and files that the run is given."""
+    data, mounted = config.data, [config.run.storage_path] if config.submit.volume_claim else []
+    read = [("data.source", data.source), ("data.tokenizer", data.tokenizer)]
+    read += [(f"data.corpora.{name}", folder) for name, folder in data.corpora.items()]
+    written = [("data.cache_dir", data.cache_dir), ("parallel.compile_cache", config.parallel.compile_cache)]
+    for settings, places in ((read, [*mounted, IMAGE]), (written, [*mounted, "/tmp"])):
+        for setting, place in settings:
+            path = (place or "").removeprefix("file://")
+            if path.startswith(("/", "~")) and not any(_is_below(path, each) for each in places):
+                raise ConfigError(
+                    f"{setting}={place} is nowhere in the pods; name a URI, or a place below "
+                    f"{', '.join(places)}{'' if mounted else ' (submit.volume_claim mounts run.storage_path)'}"
+                )
+    if not _is_below(config.snapshot.folder, "/dev/shm"):
+        raise ConfigError(
+            f"snapshot.folder={config.snapshot.folder} is no memory of the pods; set snapshot.folder=/dev/shm"
+        )
+
+
+def _is_below(path: str, place: str) -> bool:
+    return PurePosixPath(posixpath.normpath(path)).is_relative_to(posixpath.normpath(place))
 
 
 def check_storage(config: SubmitJobConfig) -> None:
@@ -282,6 +318,13 @@ def _room(config: SubmitJobConfig, size: Sizes) -> Iterator[str]:
             f"submit.shm_gb={submit.shm_gb} is too little: {snapshots / 1e9:.1f} GB for snapshots in groups down to "
             f"cluster.min_workers={cluster.min_workers} and {store / 1e9:.1f} GB for the object store; raise it or "
             "cluster.min_workers, or lower snapshot.slots"
+        )
+    cache_gb, disk_gb = config.data.cache_gb, submit.disk_gb
+    if cache_gb + OTHER_DISK_GB > disk_gb and _is_below(config.data.cache_dir or "/tmp", "/tmp"):
+        smaller = f" or data.cache_gb={disk_gb - OTHER_DISK_GB}" if disk_gb > OTHER_DISK_GB else ""
+        yield (
+            f"data.cache_gb={cache_gb:g} and {OTHER_DISK_GB} GB for all else do not fit into submit.disk_gb={disk_gb}: "
+            f"pods would be evicted; set submit.disk_gb={ceil(cache_gb) + OTHER_DISK_GB}{smaller}"
         )
 
 

@@ -37,6 +37,7 @@ class Code:
 
     git_sha: str | None  # None outside a checkout
     ray_version: str
+    untracked: Sequence[str] = ()  # files of the checkout that no image of the commit has
 
     @property
     def tag(self) -> str:

@@ -13,19 +13,21 @@ from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
 from regrow.errors import ConfigError, UnseenError
 from regrow.forecast.settle import settled
-from regrow.record.provenance import git_sha
+from regrow.record.provenance import git_sha, untracked
 from regrow.submit.check import broken_rules, check_may_apply, check_storage, check_submit
 from regrow.submit.job_status import use_token
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
 from regrow.submit.render import Code, job_name, render, to_yaml
 
+IN_IMAGE = ("conf", "data", "jobs", "platform")  # folders of the checkout that a job reads
+
 
 def submit(config: SubmitJobConfig, given: Sequence[str], files: Mapping[str, str] | None = None) -> int:
     """Carry out `submit.action` for a config and the arguments and files that it was composed from; the exit status."""
     planned, _ = settled(config)  # as the job will
     check_submit(planned)
-    code = Code(git_sha(), metadata.version("ray"))
+    code = Code(git_sha(), metadata.version("ray"), untracked(*IN_IMAGE))
     asked = config if config.parallel.pp else planned
 
     def arguments() -> list[str]:
