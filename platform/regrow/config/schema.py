@@ -469,7 +469,7 @@ class PolicyConfig:
     shrinks: bool = True  # go on with fewer nodes; false: wait for a node in the place of each
     in_place: bool = True  # survivors keep their processes; false: all restart
     replica_gpus: int = 0  # above 0: replica groups of so many, of which the others go on while one forms again
-    memory: bool = True  # every step is in other nodes' memory; false: what was checkpointed counts
+    memory: bool = True  # snapshots are in other nodes' memory; false: what was checkpointed counts
     automatic: bool = False  # without memory: checkpoint as often as wastes least, by Daly's formula
     copies_lost_at: int = 2  # so many nodes at once take a snapshot and all its copies
     park: bool = True  # run the fewest units that have as few passes: the others are spares
@@ -486,7 +486,7 @@ class SimulateConfig:
     days: float = 60.0  # of each run
     replicas: int = 32  # runs of each policy
     seed: int = 0  # draws faults; the same seed gives the same bytes
-    gpus: int | None = None  # of the job; null: cluster.max_workers
+    gpus: int | None = None  # of the job; null: of the group that a run forms of cluster.max_workers
     gpus_per_node: int | None = None  # null: plan.workers_per_node, or one where a cluster has fewer
     unit_gpus: int | None = None  # of a unit; null: parallel.tp x parallel.cp x parallel.pp
     num_slices: int | None = None  # of a global batch; null: optim.num_slices
