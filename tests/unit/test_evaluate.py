@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -217,6 +219,14 @@ def test_results_of_the_same_model_are_joined_and_those_of_another_one_kept(tmp_
     with pytest.raises(EvaluationError, match=r"has results of runs/mine, step 2; name another --out"):
         results.write_results(folder, {**model, "step": 3}, found)
     assert folder.read_bytes(results.RESULTS) == before
+    with pytest.raises(EvaluationError, match=r"has results of runs/mine, step 2; name another --out"):
+        results.earlier_results(folder, {**model, "run_id": "another"})
+    moved = {**model, "folder": "elsewhere/mine"}
+    assert results.earlier_results(folder, moved) == found, "a run is the same wherever its folder lies"
+    exported = Storage.at(tmp_path / "exported")
+    results.write_results(exported, {**model, "run_id": None, "step": None}, found)
+    with pytest.raises(EvaluationError, match=r"has results of runs/mine; name another --out"):
+        results.earlier_results(exported, {**moved, "run_id": None, "step": None})
     for damaged in (b"{", b"[]", b"{}", before.replace(b'"version"', b'"verse"')):
         folder.write_bytes(results.RESULTS, damaged)
         with pytest.raises(EvaluationError, match=r"results\.json is no file of results; name another --out"):
@@ -296,6 +306,32 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(storage: Path, tmp_path: P
     refused(tmp_path / "runs" / "alone", f"was not found, so there is no tokenizer; put it into {tmp_path}/runs/data")
     (tmp_path / "runs" / "alone" / "run.json").unlink()
     refused(tmp_path / "runs" / "alone", "has no run.json")
+
+
+def test_a_corpus_that_a_run_named_is_found_where_it_was_put_or_said_to_be_missing(
+    storage: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(storage, tmp_path / "runs")
+    run, words = tmp_path / "runs" / "mine", Manifest.load(storage / "data" / "words")
+
+    def named(**corpora: str) -> None:
+        (run / "config.yaml").write_text(yaml.safe_dump({"data": {"corpora": corpora}}))
+
+    named(web="/gone/web")
+    found = source.find_source(str(run)).corpora
+    assert found is not None
+    assert (found.names, found.folders) == (("web",), (f"{tmp_path}/runs/data/words",))
+    shutil.copytree(storage / "data" / "words", tmp_path / "runs" / "data" / "code")
+    replace(words, recipe="code").save(tmp_path / "runs" / "data" / "code")
+    both = {"code": f"{tmp_path}/runs/data/code", "web": "/gone/web"}
+    named(**both)
+    with pytest.raises(EvaluationError, match=r"no tokenizer; put data\.corpora\.web back to /gone/web, or export"):
+        source.find_source(str(run))
+    named(**both | {"web": f"{tmp_path}/runs/data/words"})
+    with pytest.raises(
+        EvaluationError, match=r"no tokenizer; those at .*code and .*words are not what it trained on, or"
+    ):
+        source.find_source(str(run))
 
 
 def test_without_a_choice_every_shipped_task_runs_that_can_and_none_twice(storage: Path, tmp_path: Path) -> None:

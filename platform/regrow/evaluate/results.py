@@ -48,17 +48,23 @@ def earlier_results(folder: Storage, model: Mapping[str, Any]) -> dict[str, Task
     """
     try:
         content = json.loads(folder.read_bytes(RESULTS))
-        found = (content["format"], content["version"], content["model"])
+        kind, theirs = (content["format"], content["version"]), dict(content["model"])
         tasks = dict(content["tasks"])
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError) as error:
         raise EvaluationError(f"{folder / RESULTS} is no file of results; name another --out") from error
-    if found != (FORMAT, VERSION, dict(model)):
-        other = found[2].get("folder"), found[2].get("step")
-        of = other[0] if other[1] is None else f"{other[0]}, step {other[1]}"
+    if kind != (FORMAT, VERSION) or _which(theirs) != _which(model):
+        step = theirs.get("step")
+        of = theirs.get("folder") if step is None else f"{theirs.get('folder')}, step {step}"
         raise EvaluationError(f"{folder / RESULTS} has results of {of}; name another --out")
     return tasks
+
+
+def _which(model: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A checkpoint is the same wherever its run lies; a model whose run is not known is where it lies."""
+    run_id = model.get("run_id")
+    return (model.get("folder"),) if run_id is None else (run_id, model.get("step"))
 
 
 def check_writable(folder: Storage) -> None:

@@ -11,14 +11,15 @@ from typing import Any, NoReturn
 
 from regrow.config.schema import DataConfig, Dtype
 from regrow.data.read.corpora import Corpora
-from regrow.errors import EvaluationError
+from regrow.data.read.manifest import Manifest
+from regrow.errors import DataError, EvaluationError
 from regrow.evaluate.catalog import CONFIG, TOKENIZER_CONFIG
 from regrow.record.run_folder import CHECKPOINTS, checkpoints_of, read_record
 from regrow.state.disk import catalog as tools
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import Index
-from regrow.state.exchange.runs import corpora_of, export_run
-from regrow.storage import Storage, join_location, split_location
+from regrow.state.exchange.runs import corpora_of, export_run, named_corpora
+from regrow.storage import Storage, StorageError, join_location, split_location
 
 EVALUATIONS = "evaluations"
 NEITHER = (
@@ -85,13 +86,31 @@ def find_source(location: str, *, step: int | None = None, corpus: str | None = 
         raise EvaluationError(f"{folder} has no run.json, so its model is not known; name a run's folder")
     trained_on = corpora_of(folder, record)
     if trained_on is None:
-        beside = join_location(split_location(str(folder))[0], "data")
         raise EvaluationError(
-            f"the corpus that {folder} trained on was not found, so there is no tokenizer; put it into {beside}, or "
+            f"the corpus that {folder} trained on was not found, so there is no tokenizer; {_what_lacks(folder)}, or "
             "export the checkpoint (python -m jobs.checkpoint export), add "
             f"tokenizer.json and {TOKENIZER_CONFIG}, and name that folder"
         )
     return Source(folder, chosen or trained_on, record["run_id"], index)
+
+
+def _what_lacks(run: Storage) -> str:
+    """Of a run whose corpus was not found."""
+    named = named_corpora(run)
+    if len(named) <= 1:
+        return f"put it into {join_location(split_location(str(run))[0], 'data')}"
+    missing = {name: folder for name, folder in named.items() if not _is_corpus(folder)}
+    if not missing:
+        return f"those at {' and '.join(named.values())} are not what it trained on"
+    return " and ".join(f"put data.corpora.{name} back to {folder}" for name, folder in missing.items())
+
+
+def _is_corpus(folder: str) -> bool:
+    try:
+        Manifest.load(folder)
+    except (DataError, StorageError):
+        return False
+    return True
 
 
 def _check_exported(folder: Storage, names: set[str]) -> None:

@@ -1,6 +1,7 @@
 """Runs made of Hugging Face's weights, torchtitan's or torch's DCP, or a mean of checkpoints; and written as these."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
@@ -325,29 +326,36 @@ def _record(run: Storage) -> dict[str, Any]:
 
 
 def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
-    """The corpora that a run trained on, proved by their checksum: those it names, or one prepared beside it, or beside
-    the run that it is made of."""
+    """The corpora that a run trained on, proved by their checksum: those it names, or, for one, a corpus prepared
+    beside it, or beside the run that it is made of."""
     config = read_config(run)
     storage_paths = [split_location(str(run))[0], config.get("run", {}).get("storage_path")]
-    for folders in _prepared(storage_paths) if not (named := config.get("data", {}).get("corpora")) else [named]:
-        corpora = Corpora.of(folders, DataConfig())
+    named = named_corpora(run)
+    alone = ({next(iter(named), ""): folder} for folder in _prepared(storage_paths)) if len(named) <= 1 else ()
+    for folders in itertools.chain([named] if named else [], alone):
         try:
+            corpora = Corpora.of(folders, DataConfig())
             if corpora.sha256 == record["manifest_sha256"]:
                 return corpora
-        except DataError:
-            continue  # no corpus, or an unfinished one
+        except (DataError, StorageError):
+            continue  # no corpus, an unfinished one, or out of reach from here
     return None
 
 
-def _prepared(storage_paths: Iterable[str | None]) -> Iterator[dict[str, str]]:
-    """The corpora that are prepared below these, each by itself."""
+def named_corpora(run: Storage) -> dict[str, str]:
+    """The folders of `data.corpora`, by name; none where the run's recipe made its corpus."""
+    return dict(read_config(run).get("data", {}).get("corpora") or {})
+
+
+def _prepared(storage_paths: Iterable[str | None]) -> Iterator[str]:
+    """The corpora that are prepared below these."""
     for path in dict.fromkeys(each for each in storage_paths if each):
         try:
             folder = Storage.at(path) / "data"
             names = folder.list()
         except (StorageError, OSError):
             continue  # where the run was, and out of reach from here
-        yield from ({"": str(folder / name)} for name in names if name[0] != ".")
+        yield from (str(folder / name) for name in names if name[0] != ".")
 
 
 def read_tokenizer(corpora: Corpora) -> bytes:
