@@ -223,6 +223,9 @@ def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
     config_file.write_text("run: {storage_path: nope://of-the-cluster}")
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")
     assert "without a tokenizer" in export(tmp_path / "elsewhere" / "run", tmp_path / "none")
+    (tmp_path / "elsewhere" / "run" / "config.yaml").write_text("data: {corpora: {words: nope://of-the-cluster/words}}")
+    told = export(tmp_path / "elsewhere" / "run", tmp_path / "out-of-reach")
+    assert "without a tokenizer, for the run's corpus was not found, or cannot be read from here" in told
     config_file.unlink()
     (tmp_path / "data" / "words" / "tokenizer.json").write_bytes(tokenizer + b" ")
     with pytest.raises(DataError, match=r"tokenizer\.json is not what its manifest says"):

@@ -238,7 +238,7 @@ def _export_weights(run: Storage, index: Index, target: Storage, dtype: Dtype, s
         end_of_text_id=None if corpora is None else corpora.eot_id,
     )
     if corpora is None:
-        return "without a tokenizer, for the run's corpus was not found; copy its tokenizer.json"
+        return "without a tokenizer, for the run's corpus was not found, or cannot be read from here; copy its tokenizer.json"
     return f"with the tokenizer of {corpora.folders[0]}"
 
 
