@@ -1,10 +1,8 @@
 """Look into a prepared corpus: `python -m jobs.inspect_data <folder> [--samples N] [--verify] [--diff FOLDER] ...`."""
 
 import argparse
-import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +22,9 @@ from regrow.data.read.manifest import MANIFEST, Manifest
 from regrow.data.read.shards import ShardReader, verify
 from regrow.errors import DataError, RegrowError
 from regrow.progress import Task
+from regrow.record.run_folder import RUN_FILE, read_record
 from regrow.show.console import Console
+from regrow.storage import Storage
 
 
 def main() -> None:
@@ -36,10 +36,12 @@ def main() -> None:
     parser.add_argument("--verify", action="store_true", help="check every file against its sha256")
     parser.add_argument("--diff", metavar="FOLDER", help="show what differs from another corpus")
     parser.add_argument("--batch", type=int, metavar="STEP", help="show the rows of this step's batch; needs --run")
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="run folder whose seed and batch --batch means")
+    parser.add_argument("--run", metavar="FOLDER", help="run folder whose seed and batch --batch means, or its URI")
     options = parser.parse_args()
     if options.batch is not None and (options.run is None or options.batch < 1):
         parser.error("--batch counts steps from 1 and needs --run, the folder of the run that it means")
+    if options.samples < 0:
+        parser.error(f"--samples {options.samples} must be at least 0")
     try:
         inspect(options)
     except (RegrowError, OSError) as error:
@@ -65,7 +67,10 @@ def inspect(options: argparse.Namespace) -> None:
     if options.batch is not None:
         config = load_run_config(options.run)
         corpora = Corpora.of(config.data.corpora, config.data) if config.data.corpora else Corpora.at(folder)
-        if corpora.sha256 != json.loads((options.run / "run.json").read_bytes())["manifest_sha256"]:
+        record = read_record(Storage.at(options.run))
+        if record is None:
+            raise DataError(f"{options.run} has no {RUN_FILE}, so it is not known what it trained on")
+        if corpora.sha256 != record["manifest_sha256"]:
             named = " and ".join(corpora.folders)
             raise DataError(f"run {options.run} did not train on {named}; give the corpus that it did")
         rows_of_step = rows_of_batch(corpora, layout_of(config), order_of(config, corpora), options.batch)

@@ -1,6 +1,7 @@
 """Looking into a prepared corpus tells what is in it."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jobs import inspect_data
 
 from regrow.config.plain import to_yaml
 from regrow.config.schema import DataConfig, MixtureStage, PretrainConfig
@@ -19,6 +21,7 @@ from regrow.data.read.inspect import decode_rows, differences, document_lengths,
 from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import ShardReader, read_index
 from regrow.plan.order import Order
+from regrow.record.run_folder import write_record
 from regrow.storage import Storage
 from support.corpus import WordRecipe
 
@@ -136,6 +139,36 @@ def test_differences_name_what_differs_and_nothing_else(corpus: Path, tmp_path: 
     found = differences(manifest, other)
     assert "source/seed: 0 -> 1" in found
     assert any(line.startswith("splits/train/shards/train-00000.parquet/sha256: ") for line in found)
+
+
+def test_differences_of_a_source_that_lists_objects(corpus: Path) -> None:
+    manifest = Manifest.load(corpus)
+    old, new = ({**manifest.source, "parts": [{"url": "a", "rows": rows}, "b"]} for rows in (1, 2))
+    assert differences(replace(manifest, source=old), replace(manifest, source=new)) == ["source/parts/0/rows: 1 -> 2"]
+
+
+def test_a_run_in_an_object_store_is_read_there(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Storage.at(f"memory://{tmp_path.name}-{os.getpid()}/mine")
+    monkeypatch.setattr("sys.argv", ["inspect_data", str(corpus), "--batch", "3", "--run", str(run)])
+    with pytest.raises(SystemExit, match=rf"{run} holds no config\.yaml of a run"):
+        inspect_data.main()
+    run.write_bytes("config.yaml", to_yaml(PretrainConfig(data=CONFIG)).encode())
+    with pytest.raises(SystemExit, match=rf"{run} has no run\.json"):
+        inspect_data.main()
+    write_record(run, run_id="mine", identity={}, manifest_sha256=Manifest.load(corpus).sha256)
+    inspect_data.main()
+    assert capsys.readouterr().out.count("position ") == 12
+
+
+def test_a_number_of_samples_below_none_is_a_usage_error(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["inspect_data", str(corpus), "--samples", "-1"])
+    with pytest.raises(SystemExit):
+        inspect_data.main()
+    assert "--samples -1 must be at least 0" in capsys.readouterr().err
 
 
 def test_the_command_shows_all_of_it_and_names_a_damaged_shard(corpus: Path, tmp_path: Path) -> None:

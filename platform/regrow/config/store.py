@@ -4,6 +4,7 @@ The only module of `regrow` that imports hydra or omegaconf.
 """
 
 import difflib
+import io
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SimulateJobConfig, SubmitJobConfig
 from regrow.deadline import leaving
 from regrow.errors import ConfigError, RegrowError, first_line
+from regrow.storage import Storage
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
 CONF_DIR = Path(__file__).parents[3] / "conf"
@@ -166,14 +168,18 @@ def _composing(arguments: Sequence[str]) -> Iterator[None]:
         raise ConfigError(_below_null(arguments)) from error
 
 
-def load_run_config(folder: Path) -> PretrainConfig:
-    """The resolved config that a run was last started with. Raises ConfigError where the folder holds no run's."""
+def load_run_config(folder: Path | str) -> PretrainConfig:
+    """The resolved config that a run was last started with; `folder` is a path or a URI.
+
+    Raises ConfigError where it holds no run's.
+    """
     try:
-        return to_dataclass(cast(DictConfig, OmegaConf.load(folder / "config.yaml")))
+        text = Storage.at(folder).read_bytes("config.yaml").decode()
+        return to_dataclass(cast(DictConfig, OmegaConf.load(io.StringIO(text))))
     except (OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"{folder} holds no config.yaml of a run ({_one_line(error)})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder / 'config.yaml'} is damaged: {first_line(error)}") from error
+        raise ConfigError(f"{folder}/config.yaml is damaged: {first_line(error)}") from error
 
 
 def to_dict(config: PretrainConfig) -> dict[str, Any]:

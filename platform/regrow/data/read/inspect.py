@@ -125,7 +125,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     if isinstance(value, dict) and value:
         parts = list(value.items())
     elif isinstance(value, list) and value:
-        parts = [(part["file"] if isinstance(part, dict) else str(k), part) for k, part in enumerate(value)]
+        parts = [(part.get("file", k) if isinstance(part, dict) else k, part) for k, part in enumerate(value)]
     else:
         return {name: value}
     return {key: leaf for k, part in parts for key, leaf in _flat(part, f"{name}/{k}" if name else k).items()}
