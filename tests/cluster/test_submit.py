@@ -157,6 +157,13 @@ def test_a_wrong_token_is_refused_in_one_line(place: Place) -> None:
         assert refused.stderr.startswith(f"error: no Ray cluster lets us in at {place.address} ")
         assert refused.stderr.count("\n") == 1
         assert "Traceback" not in refused.stdout
+    address = f"127.0.0.1:{place.port}"
+    joining = [f"cluster.address={address}", *LOCAL, *place.run_arguments("intruder")]
+    refused = place.run(sys.executable, "-m", "jobs.pretrain", *joining, token="other")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"error: no Ray cluster lets us in at '{address}': the head at ")
+    assert f":{place.port} refuses the token that is here" in refused.stderr
+    assert refused.stderr.count("\n") == 1
     assert not (place.folder / "runs" / "intruder").exists()
 
 

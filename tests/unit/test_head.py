@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from regrow.config.schema import ClusterConfig
+from regrow.config.plain import to_yaml
+from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.errors import ClusterError
+from regrow.record.events import Submitted
+from regrow.record.log import RunLog
 from regrow.runtime import cluster as local_cluster
 from regrow.runtime.cluster import cluster_for
 from regrow.runtime.head import answering_head
+from regrow.storage import LocalStorage
 
-BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -125,29 +129,112 @@ def test_where_no_ray_was_ever_started_that_is_said_in_our_words(monkeypatch: py
             answering_head("auto")
 
 
-def test_a_real_head_answers_until_it_is_stopped(tmp_path: Path) -> None:
-    """The GCS alone, which is a head for this: it takes a second to start, not ten."""
+@contextmanager
+def real_head(folder: Path, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The GCS alone, which is a head for this: it takes a second to start, not ten. Without a token by default."""
     import ray
 
     address, port = ray.util.get_node_ip_address(), closed_port()
     server = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
-    arguments = [f"--gcs_server_port={port}", f"--log_dir={tmp_path}", "--config_list=", f"--node-ip-address={address}"]
+    arguments = [f"--gcs_server_port={port}", f"--log_dir={folder}", "--config_list=", f"--node-ip-address={address}"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(
-        [server, *arguments, "--session-name=s"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [server, *arguments, "--session-name=s"], env=os.environ | {"RAY_AUTH_MODE": "disabled"} | environment, **quiet
     ) as head:
         try:
             give_up_at = time.monotonic() + 60
             while True:
                 try:
-                    assert answering_head(f"{address}:{port}") == f"{address}:{port}"
-                    break
-                except ConnectionError:
+                    with socket.create_connection((address, port), 1):
+                        break
+                except OSError:
                     assert head.poll() is None
                     assert time.monotonic() < give_up_at
                     time.sleep(0.1)
-            os.kill(head.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, head.pid, os.WSTOPPED)  # every thread of it, not only soon
-            with pytest.raises(ConnectionError, match=r"nothing within 0.5 s"):
-                answering_head(f"127.0.0.1:{port}", timeout_s=0.5)
+            yield f"{address}:{port}", head
         finally:
             head.kill()
+
+
+def test_a_real_head_answers_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # another test's Ray may have set another
+    with real_head(tmp_path) as (address, head):
+        assert answering_head(address) == address
+        os.kill(head.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, head.pid, os.WSTOPPED)  # every thread of it, not only soon
+        with pytest.raises(ConnectionError, match=r"nothing within 0.5 s"):
+            answering_head(address, timeout_s=0.5)
+
+
+TOKEN = "of-this-cluster" * 3
+WANTS = "wants its token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+
+
+def run_python(home: Path, *command: str, **environment: str) -> str:
+    """What a Python says on stdout and stderr whose user has this home, and these variables of Ray's alone."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {"HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT / "platform")} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout
+
+
+LOOK = """
+import os, sys
+from regrow.runtime.head import answering_head
+from regrow.storage import LocalStorage
+try:
+    print(answering_head(sys.argv[1]) == sys.argv[1], os.environ.get("RAY_AUTH_MODE"))
+except ConnectionError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_a_head_with_a_token_is_shown_the_token_that_is_here_and_one_without_is_not(tmp_path: Path) -> None:
+    """A Ray whose processes use a token refuses the calls of those that do not: its actors die before they run."""
+    homes = {"none": "", "right": TOKEN, "wrong": "of-another-one" * 3}
+    for name, token in homes.items():
+        (tmp_path / name / ".ray").mkdir(parents=True)
+        if token:
+            (tmp_path / name / ".ray" / "auth_token").write_text(token)  # as an earlier Ray on this machine leaves it
+    token_mode = {"RAY_AUTH_MODE": "token"}
+    with_token: list[tuple[str, dict[str, str], str]] = [
+        ("none", {}, WANTS),
+        ("none", token_mode, WANTS),
+        ("none", token_mode | {"RAY_AUTH_TOKEN_PATH": "/not/there"}, "wants its token: "),
+        ("none", {"RAY_AUTH_TOKEN": TOKEN}, "True token"),
+        ("none", token_mode | {"RAY_AUTH_TOKEN": homes["wrong"]}, "refuses the token that is here"),
+        ("right", {}, "True token"),
+        ("right", {"RAY_AUTH_MODE": "disabled"}, WANTS),
+        ("wrong", {}, "refuses the token that is here"),
+    ]
+    with real_head(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as (address, _):
+        for home, environment, words in with_token:
+            said = run_python(tmp_path / home, "-c", LOOK, address, **environment)
+            assert words in said, (home, environment, said)
+            assert said.count("\n") == 1, said
+    with real_head(tmp_path) as (address, _):
+        assert run_python(tmp_path / "right", "-c", LOOK, address) == "True None\n"
+        said = run_python(tmp_path / "right", "-c", LOOK, address, **token_mode)
+        assert "has no token, and RAY_AUTH_MODE=token is set here" in said
+
+
+def test_commands_that_are_not_let_in_say_so_in_one_line(tmp_path: Path) -> None:
+    log, run = RunLog(LocalStorage(tmp_path / "run")), tmp_path / "run"
+    log.event(Submitted(time=1.0))
+    log.close()
+    (run / "config.yaml").write_text(to_yaml(PretrainConfig()))
+    (run / "run.json").write_text('{"run_id": "mine"}')
+    with real_head(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as (address, _):
+        for command in (
+            ("-m", "jobs.drain", str(run), "--address", address),
+            ("-m", "jobs.pretrain", f"cluster.address={address}", f"run.storage_path={tmp_path}", "run.name=new"),
+        ):
+            said = run_python(tmp_path, *command)
+            assert said == f"error: no Ray cluster lets us in at '{address}': the head at {address} {WANTS}\n"

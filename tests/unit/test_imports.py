@@ -32,7 +32,9 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "regrow.drill.nodes_apart": ("ray._private.authentication", "ray._private.state", "ray._raylet"),
         "regrow.runtime.actor": ("ray.util.scheduling_strategies",),
         "regrow.runtime.cluster": ("ray._private", "ray.cluster_utils"),
-        "regrow.runtime.head": ("grpc", "ray._private.services"),
+        "regrow.runtime.head": (
+            *("grpc", "ray._private.services", "ray._private.authentication", "ray._raylet", "ray.exceptions"),
+        ),
         "regrow.runtime.worker": ("ray.train.torch",),
     },
     "a worker's imports, which the driver has no use for": {

@@ -8,18 +8,26 @@ import os
 import socket
 import time
 
+from regrow.errors import first_line
+
 CONNECT_S = 6.0  # for the head to answer: Ray itself waits for minutes, and for ever for one that has been stopped
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty SETTINGS of our own
 FRAME_HEADER_BYTES, SETTINGS = 9, 4
 CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+MODE = "RAY_AUTH_MODE"
 NOT_GRPC = "Received http2 header with status"  # gRPC's words for a status of HTTP where it expects its own
+
+
+class NotLetIn(ConnectionError):
+    """A head is there, and takes no calls of ours."""
 
 
 def answering_head(address: str, *, timeout_s: float = CONNECT_S) -> str:
     """HOST:PORT of the head that a Ray address means, once it has answered; `auto` as Ray itself understands it.
 
-    Raises ConnectionError, naming the address, where none is known or none answers within `timeout_s`; ValueError for
-    what is no address.
+    Where it wants a token and one is there, Ray in this process uses it from then on, as with `auto`; never elsewhere:
+    processes with a token refuse those without. Raises ConnectionError, naming the address, where none is known or none
+    answers within `timeout_s`, NotLetIn where it wants another token; ValueError for what is no address.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -33,7 +41,9 @@ def answering_head(address: str, *, timeout_s: float = CONNECT_S) -> str:
     give_up_at = time.monotonic() + timeout_s
     try:
         _shake_hands(host.strip("[]"), int(port), give_up_at)
-        _call(found, give_up_at)
+        _get_in(found, give_up_at)
+    except NotLetIn:
+        raise
     except TimeoutError as error:
         raise ConnectionError(f"the head at {found} does not answer: nothing within {timeout_s:g} s") from error
     except OSError as error:
@@ -58,19 +68,58 @@ def _shake_hands(host: str, port: int, give_up_at: float) -> None:
             raise ConnectionError(f"what listens there is no Ray head, it says {header!r}")
 
 
-def _call(address: str, give_up_at: float) -> None:
-    """Raises ConnectionError where it is not Ray's GCS that answers a call; whether it lets us in is not asked here."""
+def _get_in(address: str, give_up_at: float) -> None:
+    """Use the token that is here where the head wants one. Raises NotLetIn."""
     if _with_tls():
         return
+    mode = os.environ.get(MODE, "").lower()
+    if _call(address, give_up_at):
+        if mode == "token":
+            raise NotLetIn(
+                f"the head at {address} has no token, and {MODE}=token is set here: its processes and ours would "
+                f"refuse one another; start it with a token, or unset {MODE}"
+            )
+        return
+    headers = _token_headers(address, mode) if mode != "disabled" else ()
+    if not headers:
+        raise NotLetIn(f"the head at {address} wants its token; set {MODE}=token and RAY_AUTH_TOKEN_PATH")
+    if not _call(address, give_up_at, headers):
+        raise NotLetIn(
+            f"the head at {address} refuses the token that is here (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
+            "~/.ray/auth_token); set RAY_AUTH_TOKEN_PATH to its own"
+        )
+
+
+def _token_headers(address: str, mode: str) -> tuple[tuple[str, str], ...]:
+    """Of the token that is here, which Ray in this process uses from now on; none without one."""
+    from ray._private.authentication.authentication_token_setup import _enable_token_auth
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+    from ray.exceptions import RayError
+
+    loader = AuthenticationTokenLoader.instance()
+    try:
+        if not loader.has_token(ignore_auth_mode=True):
+            return ()
+        if not mode:
+            _enable_token_auth()
+        return tuple(loader.get_token_for_http_header().items())
+    except (RuntimeError, RayError) as error:  # a file that is not there, or empty
+        raise NotLetIn(f"the head at {address} wants its token: {first_line(error)}") from error
+
+
+def _call(address: str, give_up_at: float, headers: tuple[tuple[str, str], ...] = ()) -> bool:
+    """Whether it lets us in. Raises ConnectionError where it is not Ray's GCS that answers a call."""
     import grpc  # which ray[default] comes with
 
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:  # as Ray's own clients
         try:
-            channel.unary_unary(CALL)(b"", timeout=_left_s(give_up_at))
+            channel.unary_unary(CALL)(b"", timeout=_left_s(give_up_at), metadata=headers)
         except grpc.RpcError as error:
             words = (error.details() or error.code().name).splitlines()[0]
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) or NOT_GRPC in words:
                 raise ConnectionError(f"what listens there is no Ray head: {words}") from error
+            return bool(error.code() is not grpc.StatusCode.UNAUTHENTICATED)
+    return True
 
 
 def _with_tls() -> bool:

@@ -22,7 +22,7 @@ from regrow.record.events import Stopped, Submitted, from_row
 from regrow.record.log import read_events
 from regrow.record.run_folder import read_record, run_config
 from regrow.runtime.calls import CoordinatorClient
-from regrow.runtime.head import answering_head
+from regrow.runtime.head import NotLetIn, answering_head
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE
 from regrow.show.units import counted, duration, ranks
 from regrow.storage import Storage
@@ -62,6 +62,8 @@ def attached(folder: Storage, address: str | None = None) -> Iterator[Coordinato
     try:
         head = answering_head(where)
         ray.init(address=head, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (NotLetIn, ray.exceptions.AuthenticationError) as error:
+        raise ClusterError(f"no Ray cluster lets us in at {where!r}: {first_line(error)}") from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray cluster of the run at {where!r} ({first_line(error)}): {elsewhere}") from error
     try:
