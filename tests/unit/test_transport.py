@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -17,11 +17,13 @@ from regrow.errors import CheckpointError
 from regrow.state.memory import incoming, link, mapping, transport
 from regrow.state.memory.held import COPY
 from regrow.state.memory.incoming import Incomings, Memory
-from regrow.state.memory.ranges import BLOCK, Connection, RangeServer
+from regrow.state.memory.node import KeeperNode
+from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer
 from regrow.state.memory.slots import MAGIC, Committed
 from regrow.state.memory.threads import Threads
-from regrow.state.memory.transport import FILL, Registered, TcpSession, TcpTransport
-from support.keepers import SECRET, assert_copies_arrive, cluster, large_slots, peers_of, scalars_of, wait_until
+from regrow.state.memory.transport import FILL, Place, Registered, TcpSession, TcpTransport
+from regrow.state.memory.unneeded import Unneeded
+from support.keepers import RUN, SECRET, assert_copies_arrive, cluster, large_slots, peers_of, scalars_of, wait_until
 from support.sockets import connected_sockets
 
 MANY = 3 * BLOCK + 12345
@@ -278,16 +280,37 @@ def test_what_waits_for_a_task_is_told_that_it_is_never_done() -> None:
     assert wait([threads.submit(work)], 20).not_done == set()
 
 
-def test_copies_of_a_node_that_has_other_peers_by_now_go_with_what_they_were_of(tmp_path: Path) -> None:
-    with cluster(tmp_path, 3) as nodes:
+class Cut(TcpTransport):
+    """Its link to a peer breaks, once it is `cut`, where memory is there for a copy."""
+
+    cut = False
+
+    def connect(self, peer: Address, secret: bytes) -> TcpSession:
+        transport = self
+
+        class Session(TcpSession):
+            def put(self, file: BinaryIO, begin: int, end: int, place: Place) -> None:
+                if transport.cut:
+                    raise CheckpointError("the link broke")
+                super().put(file, begin, end, place)
+
+        return Session(peer, secret, self.flows_to)
+
+
+@pytest.mark.parametrize("before", ["all of them came", "one was cut off", "the keeper began anew"])
+def test_copies_of_a_node_that_has_other_peers_by_now_go_with_what_they_were_of(before: str, tmp_path: Path) -> None:
+    link = Cut()
+    with cluster(tmp_path, 3, transport=lambda node: link if node == "node-0" else None) as nodes:
         ranks = large_slots(nodes[0], num_ranks=2, elements=64)
 
-        def take(step: int) -> None:
+        def seal(step: int) -> None:
             for each in ranks:
                 assert each.begin(step, scalars_of(step))
                 each.wait()
             for each in ranks:
                 each.confirm(step)
+
+        def commit(step: int) -> None:
             wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].version == Version(1, step))
             for node in nodes:
                 node.keeper.committed(Committed(newest=Version(1, step), number=step))
@@ -296,12 +319,30 @@ def test_copies_of_a_node_that_has_other_peers_by_now_go_with_what_they_were_of(
             return [len(list(node.keeper.folder.glob(f"*{COPY}"))) for node in nodes]
 
         for step in (1, 2, 3):
-            take(step)
+            seal(step)
+            commit(step)
         assert copies() == [0, 4, 0]
+        if before == "the keeper began anew":
+            nodes[1].keeper.close(delete=False)
+            folder, report = nodes[1].keeper.folder, nodes[1].reports.append
+            nodes[1].keeper = KeeperNode(
+                folder, node="node-1", host="127.0.0.1", secret=SECRET, run_id=RUN, report=report
+            )
+            nodes[1].keeper.start()
+        if before == "one was cut off":
+            told: list[str] = []
+            nodes[0].keeper.complain = lambda text, peer, tried_s: told.append(text)
+            link.cut = True
+            seal(4)
+            wait_until(lambda: len(told) == 2)
+            link.cut = False
         nodes[0].keeper.set_peers((Peer("node-2", nodes[2].keeper.address),))
-        take(4)
-        assert copies() == [0, 0, 2]
-        take(5)
+        if before != "one was cut off":
+            seal(4)
+        commit(4)
+        wait_until(lambda: copies() == [0, 0, 2])  # the keeper may have yet to see that a copy was cut off
+        seal(5)
+        commit(5)
         assert copies() == [0, 0, 4]
         for each in ranks:
             each.close()
@@ -320,6 +361,26 @@ def test_a_copy_that_another_one_takes_the_place_of_is_let_go_of_once(tmp_path: 
     with incomings.open(tmp_path / "copy", 4 * BLOCK), incomings.open(tmp_path / "copy", 4 * BLOCK):
         assert len(closed) == 1
     assert len(closed) == 2, "what was registered since may lie at the same address"
+
+
+def test_a_copy_that_comes_is_not_given_back_and_one_that_was_cut_off_is(tmp_path: Path) -> None:
+    committed, path, size = Committed(newest=Version(1, 9), number=1), tmp_path / f"g1-0.slot.node-0{COPY}", 4 * BLOCK
+    there: list[bool] = []
+
+    class GivingBack(TcpTransport):
+        def register(self, memory: memoryview) -> Registered:
+            unneeded.give_back(committed)
+            there.append(path.exists())
+            return super().register(memory)
+
+    incomings = Incomings(transport := GivingBack())
+    unneeded = Unneeded(tmp_path, transport, incomings)
+    with incomings.open(path, size):
+        unneeded.give_back(committed)
+        assert path.exists()
+    assert there == [True], "its file was made just then"
+    unneeded.give_back(committed)
+    assert not path.exists()
 
 
 def test_memory_of_copies_is_mapped_once_and_let_go_of_with_its_file(

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,7 @@ class Incomings:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._by_token: dict[str, Incoming] = {}
+        self._in: Path | None = None  # the file that memory is just made in
         self._done: dict[Path, Incoming] = {}  # whose memory the next copy in the same file gets
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._filling: Counter[str] = Counter()  # ranges that are on their way, by host
@@ -157,12 +158,15 @@ class Incomings:
         """For a copy in this file. One that was on its way there, as from a keeper that began anew, is given up."""
         with self._opening:
             with self._lock:
-                unfinished = [each for each in self._by_token.values() if each.path == path]
-            for each in unfinished:
-                each.close()
-            incoming = Incoming(self._memory(path, size))
-            with self._lock:
-                self._by_token[incoming.token] = incoming
+                unfinished, self._in = [each for each in self._by_token.values() if each.path == path], path
+            try:
+                for each in unfinished:
+                    each.close()
+                incoming = Incoming(self._memory(path, size))
+                with self._lock:
+                    self._by_token[incoming.token] = incoming
+            finally:
+                self._in = None
         try:
             yield incoming
         finally:
@@ -186,10 +190,27 @@ class Incomings:
             done.memory.close()
         return Memory(path, size, self._transport)
 
-    def sealed(self) -> dict[Path, Version]:
-        """Of files in which a copy came that nothing has come after."""
-        with self._lock:
-            return {path: done.version for path, done in self._done.items() if done.version is not None}
+    def remove(self, paths: Collection[Path], lets_go_of: Callable[[Version], bool]) -> None:
+        """Delete copies, all of them or none: none where one comes just now, or is of a version that is needed."""
+        with contextlib.ExitStack() as unused, self._lock:
+            coming = {self._in, *(each.path for each in self._by_token.values())}
+            if any(path in coming or self._is_needed(path, lets_go_of) for path in paths):
+                return
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    unused.enter_context(open(path, "rb"))  # or the kernel would clear its memory under the lock
+                files.remove(path)
+
+    def _is_needed(self, path: Path, lets_go_of: Callable[[Version], bool]) -> bool:
+        """Not one that was given up half-way, or is damaged; it may be of a keeper before this one."""
+        done = self._done.get(path)
+        if done is not None and done.version is not None:
+            return not lets_go_of(done.version)
+        try:
+            header = open_slot(path)
+        except CheckpointError:
+            return False
+        return header is not None and not lets_go_of(Version(header.generation, header.step))
 
     def forget(self, *, deleted_only: bool) -> None:
         """Let go of the memory of copies whose files were deleted, or of all that are sealed."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from regrow.state.memory.arenas import remove_abandoned
-from regrow.state.memory.held import COPY, remove
+from regrow.state.memory.held import COPY
 from regrow.state.memory.incoming import Incomings
 from regrow.state.memory.slots import Committed, generation_of
 from regrow.state.memory.transport import Transport
@@ -48,13 +48,11 @@ class Unneeded:
 
     def _drop_former_copies(self, state: Committed) -> None:
         """Those of nodes that have copied what is committed now to others: this one was their peer before."""
-        sealed, by_origin = self._incoming.sealed(), defaultdict[str, list[Path]](list)
+        by_origin = defaultdict[str, list[Path]](list)
         for path in self._folder.glob(f"*{COPY}"):
             by_origin[path.name.removesuffix(COPY).rpartition(".")[2]].append(path)
         for paths in by_origin.values():
-            if all(path in sealed and state.lets_go_of(sealed[path]) for path in paths):
-                for path in paths:
-                    remove(path)
+            self._incoming.remove(paths, state.lets_go_of)
 
 
 def _drop_older_generations(folder: Path, state: Committed) -> None:
