@@ -129,6 +129,8 @@ def test_a_partition_may_be_one_way_and_heals(apart: HostsApart, pair: tuple[Hos
     apart.partition(second, [first])  # again: a soak draws two that overlap
     assert (arrives(first, second), arrives(second, first)) == (False, False)
     apart.partition(first, [second], on=False)
+    assert (arrives(first, second), arrives(second, first)) == (False, False), "the other one is not over"
+    apart.partition(second, [first], on=False)
     assert reaches(first, second)
 
 

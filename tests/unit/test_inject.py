@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from regrow.control.values import Version
-from regrow.drill import inject_apart
+from regrow.drill import inject, inject_apart, switch
 from regrow.drill.faults import parse_plan
 from regrow.drill.inject import FILLER, Injector, NotNow, damage, free_bytes
 from regrow.drill.inject_apart import InjectorApart
@@ -173,6 +174,63 @@ def test_filled_memory_is_freed_when_its_time_has_come(
     assert [what for _, what, _ in notes] == ["memory freed"]
 
 
+def test_a_worker_that_is_stopped_for_good_is_not_continued_by_a_fault_that_slowed_it_before(
+    injector: Injector, workers: list[dict[str, Any]]
+) -> None:
+    do(injector, "slow_worker rank=0 for_s=1 share=0.5 period_s=0.1", workers, number=0)
+    pid = workers[0]["pid"]
+    until(injector, lambda: state_of(pid) == "T")
+    until(injector, lambda: state_of(pid) != "T")
+    do(injector, "stop_worker rank=0", workers, number=1)
+    until(injector, lambda: state_of(pid) == "T")
+    states = set()
+
+    def slowed() -> bool:
+        states.add(state_of(pid))
+        return not injector.busy
+
+    until(injector, slowed)
+    assert states == {"T"}
+    injector.close()
+    assert state_of(pid) != "T"
+
+
+def test_a_worker_that_is_stopped_stays_so_while_snapshots_are_damaged(
+    injector: Injector, workers: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inject, "SETTLE_S", 0.0)
+    monkeypatch.setattr(inject, "damage", lambda folder: ["a"])
+    injector.nodes.memory_of = lambda node: [tmp_path]  # type: ignore[method-assign]
+    do(injector, "stop_worker rank=2", workers, number=0)
+    until(injector, lambda: state_of(workers[2]["pid"]) == "T")
+    do(injector, "corrupt_snapshot rank=1", workers, number=1)  # rank 0 is killed
+    until(injector, lambda: state_of(workers[1]["pid"]) != "T")
+    assert state_of(workers[2]["pid"]) == "T"
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_memory_stays_filled_until_the_last_fault_that_fills_it_is_over(
+    injector: Injector,
+    workers: list[dict[str, Any]],
+    tmp_path: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    first_ends_first: bool,
+) -> None:
+    filler = tmp_path / FILLER
+    room = 16_000_000  # bytes, of which the filler takes its part
+    monkeypatch.setattr(inject, "free_bytes", lambda folder: room - (filler.stat().st_size if filler.exists() else 0))
+    ends, lasts = "for_s=0.05", "for_s=60"
+    do(injector, f"fill_memory leave_mb=4 {ends if first_ends_first else lasts}", workers, number=0)
+    assert filler.stat().st_size == 12_000_000
+    victims = do(injector, f"fill_memory leave_mb=2 {lasts if first_ends_first else ends}", workers, number=1)
+    assert filler.stat().st_size == victims[0]["bytes"] == 14_000_000
+    until(injector, lambda: bool(notes))
+    assert filler.stat().st_size == (14_000_000 if first_ends_first else 12_000_000)
+    injector.close()
+    assert not filler.exists()
+
+
 def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_other_copies(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 5, 2)
@@ -265,6 +323,106 @@ def test_no_raylet_is_started_or_drained_on_a_host_that_is_cut_off_from_the_head
     made.tick()
     made.does["restart_raylet"](scene)
     assert restarted == [0, 0]
+
+
+class _Hosts:
+    """What is wrong with hosts, by name, as they were last told."""
+
+    def __init__(self) -> None:
+        self.storage: dict[str, str] = {}
+        self.links: dict[str, dict[str, float]] = {}
+
+    def break_storage(self, host: Any, kind: str = "", delay_s: float = 0.0) -> None:
+        self.storage[host.name] = kind
+
+    def shape(self, host: Any, **shape: float) -> None:
+        self.links[host.name] = shape
+
+
+@pytest.fixture
+def apart(notes: Notes) -> Iterator[InjectorApart]:
+    nodes: Any = SimpleNamespace(head=SimpleNamespace(name="head", up=True), nodes=[_node("a"), _node("b")])
+    nodes.hosts, nodes.pids, nodes.pid = _Hosts(), lambda number: [], lambda node, pid: pid
+    nodes.number_of = lambda node: next((n for n, each in enumerate(nodes.nodes) if each.node_id == node), None)
+
+    def add(broken: str) -> str:
+        nodes.nodes.append(_node("new"))
+        nodes.hosts.storage["host-new"] = broken
+        return "new"
+
+    def kill(number: int) -> None:
+        nodes.nodes.pop(number).host.up = False
+
+    nodes.add, nodes.kill = add, kill
+    made = InjectorApart(nodes, seed=7, note=lambda number, what, **fields: notes.append((number, what, fields)))
+    yield made
+    made.close()
+
+
+HUNG = {"head": "hung", "host-a": "hung", "host-b": "hung"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "then"),
+    [
+        (("partition_storage node=0 for_s=0.05", "hung_storage for_s=60"), HUNG),
+        (("hung_storage for_s=60", "partition_storage node=0 for_s=0.05"), HUNG),
+        (("hung_storage for_s=60", "full_storage for_s=0.05"), HUNG),
+        (
+            ("full_storage for_s=0.05", "partition_storage node=0 for_s=60"),
+            {"head": "", "host-a": "hung", "host-b": ""},
+        ),
+    ],
+)
+def test_storage_that_two_faults_break_stays_broken_until_both_are_over(
+    apart: InjectorApart, notes: Notes, lines: tuple[str, str], then: dict[str, str]
+) -> None:
+    for number, line in enumerate(lines):
+        do(apart, line, [], number)
+    until(apart, lambda: bool(notes))
+    assert apart.nodes.hosts.storage == then
+    apart.close()
+    assert set(apart.nodes.hosts.storage.values()) == {""}
+
+
+def test_a_newcomers_own_storage_fails_on_when_that_of_all_hosts_works_again(
+    apart: InjectorApart, notes: Notes
+) -> None:
+    do(apart, "return_node_without_storage for_s=60", [], 0)
+    do(apart, "full_storage for_s=0.05", [], 1)
+    assert apart.nodes.hosts.storage["host-new"] == "full"
+    until(apart, lambda: bool(notes))
+    assert apart.nodes.hosts.storage == {"head": "", "host-a": "", "host-b": "", "host-new": "failing"}
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_a_link_is_as_the_newest_fault_that_is_not_over_has_it(
+    apart: InjectorApart, notes: Notes, first_ends_first: bool
+) -> None:
+    ends, lasts = "for_s=0.05", "for_s=60"
+    do(apart, f"slow_link node=0 rate_mbit=20 {ends if first_ends_first else lasts}", [], 0)
+    do(apart, f"slow_link node=0 rate_mbit=5 {lasts if first_ends_first else ends}", [], 1)
+    assert apart.nodes.hosts.links == {"host-a": {"rate_mbit": 5.0}}
+    until(apart, lambda: bool(notes))
+    assert apart.nodes.hosts.links == {"host-a": {"rate_mbit": 5.0 if first_ends_first else 20.0}}
+    apart.close()
+    assert apart.nodes.hosts.links == {"host-a": {}}
+
+
+def test_what_two_partitions_drop_is_heard_again_once_both_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: list[str] = []
+    host: Any = SimpleNamespace(refused=Counter(), inside=lambda command: rules.append(f"{command[2]} {command[6]}"))
+    monkeypatch.setattr(switch, "run", lambda command: None)
+    made = switch.Switch(tmp_path)
+    made.hosts[1] = host
+    made.refuse(1, ["10.0.0.2", "10.0.0.3"], on=True)
+    made.refuse(1, ["10.0.0.2"], on=True)
+    made.refuse(1, ["10.0.0.2", "10.0.0.3"], on=False)
+    assert rules == ["add 10.0.0.2", "add 10.0.0.3", "del 10.0.0.3"]
+    made.refuse(1, ["10.0.0.2"], on=False)
+    assert rules[3:] == ["del 10.0.0.2"]
 
 
 def _node(name: str) -> Any:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from regrow.control.values import Version
 from regrow.drill.faults import KINDS, LOOK, NODE, WORKER, Fault, may_befall
 from regrow.drill.inject_orders import Ordered
 from regrow.drill.nodes import Nodes
+from regrow.drill.overlap import Overlapping, Stopped
 from regrow.drill.processes import is_alive, send
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import COPY
@@ -70,7 +72,8 @@ class Injector:
     def __init__(self, nodes: Nodes, *, seed: int, note: Note) -> None:
         self.nodes, self.seed, self.note = nodes, seed, note
         self._later: list[tuple[float, Callable[[], None]]] = []
-        self._stopped: set[int] = set()
+        self.stopped = Stopped()
+        self.wrong = Overlapping()
         self._newest = 0  # fault, by its number
         self._undo: dict[int, Callable[[], None]] = {}  # what is still wrong, by the fault's number
         self._ordered = Ordered(self)
@@ -104,7 +107,7 @@ class Injector:
     def close(self) -> None:
         """Undo what is not undone yet."""
         self._later.clear()
-        send(signal.SIGCONT, self._stopped)
+        self.stopped.close()
         for number in list(self._undo):
             self._heal(number)
 
@@ -116,7 +119,7 @@ class Injector:
     def _stop_worker(self, scene: Scene) -> list[Victim]:
         victim = scene.worker(scene.rank)
         pids = [self.pid_of(victim)]
-        self._stop(pids)
+        self.stopped.hold(scene.number, pids)
         continue_after_s = scene.fault.option("continue_after_s")
         if continue_after_s is not None:
             self.later(continue_after_s, lambda: self._wake(scene.number, pids, node=""))
@@ -128,11 +131,11 @@ class Injector:
 
         def stop() -> None:
             if time.monotonic() < until and is_alive(pid):
-                self._stop([pid])
+                self.stopped.hold(scene.number, [pid])
                 self.later(share * period_s, go_on)
 
         def go_on() -> None:
-            self._continue([pid])
+            self.stopped.let_go(scene.number, [pid])
             self.later((1 - share) * period_s, stop)
 
         stop()
@@ -155,7 +158,7 @@ class Injector:
 
     def _black_hole_node(self, scene: Scene) -> list[Victim]:
         victims, pids = self.on_node(scene), self.nodes.pids(scene.node)
-        self._stop(pids)
+        self.stopped.hold(scene.number, pids)
         kill_after_s, continue_after_s = scene.fault.option("kill_after_s"), scene.fault.option("continue_after_s")
         if kill_after_s is not None:
             self.later(kill_after_s, lambda: self.end_node(scene.number, victims[0]["node"]))
@@ -173,7 +176,7 @@ class Injector:
         return [{"what": "driver", "pid": scene.driver}]
 
     def _stop_driver(self, scene: Scene) -> list[Victim]:
-        self._stop([scene.driver])
+        self.stopped.hold(scene.number, [scene.driver])
         self.later(scene.option("for_s"), lambda: self._wake(scene.number, [scene.driver], node=""))
         return [{"what": "driver", "pid": scene.driver}]
 
@@ -182,21 +185,22 @@ class Injector:
         return [{"what": "driver", "pid": scene.driver}]
 
     def _fill_memory(self, scene: Scene) -> list[Victim]:
-        fillers, victims = [], []
-        for folder in self.nodes.memory_folders():
-            fillers.append(folder / FILLER)
-            victims.append({"what": "memory", "folder": str(folder), "bytes": _fill(fillers[-1], scene)})
+        folders = self.nodes.memory_folders()
+        for folder in folders:
+            self.wrong.begin(folder, scene.number, partial(_fill, folder / FILLER, scene))
 
         def empty() -> None:
-            for filler in fillers:
-                filler.unlink(missing_ok=True)
+            for folder in folders:
+                self.wrong.end(folder, scene.number, partial((folder / FILLER).unlink, missing_ok=True))
 
         self.until_healed(scene, empty, "memory freed")
-        return victims
+        return [
+            {"what": "memory", "folder": str(folder), "bytes": (folder / FILLER).stat().st_size} for folder in folders
+        ]
 
     def _choose_worker(self, fault: Fault, workers: Sequence[Mapping[str, Any]], dice: random.Random) -> int:
         pids = [self.pid_of(worker) for worker in workers]
-        free = [rank for rank, pid in enumerate(pids) if is_alive(pid) and pid not in self._stopped]
+        free = [rank for rank, pid in enumerate(pids) if is_alive(pid) and pid not in self.stopped.pids]
         if fault.rank is None and free:
             return free[int(dice.random() * len(free))]
         if fault.rank is None or fault.rank not in free:
@@ -205,7 +209,7 @@ class Injector:
 
     def _choose_node(self, fault: Fault, workers: Sequence[Mapping[str, Any]], dice: random.Random) -> int:
         """One that is not being silent; a drawn one has workers where any has."""
-        up = [each for each in range(len(self.nodes.nodes)) if self._stopped.isdisjoint(self.nodes.pids(each))]
+        up = [each for each in range(len(self.nodes.nodes)) if self.stopped.pids.isdisjoint(self.nodes.pids(each))]
         chosen = fault.node
         if fault.rank is not None:
             chosen = self.nodes.number_of(workers[self._choose_worker(fault, workers, dice)]["node"])
@@ -234,7 +238,7 @@ class Injector:
     def _stop_actor(self, scene: Scene, class_name: str, what: str, node: str | None = None) -> list[Victim]:
         victim = self._actor(class_name, what, node)
         pids = [self.pid_of(victim)]
-        self._stop(pids)
+        self.stopped.hold(scene.number, pids)
         self.later(scene.option("for_s"), lambda: self._wake(scene.number, pids, node=""))
         return [victim]
 
@@ -251,23 +255,15 @@ class Injector:
         """As this process sees it; of one that has ended, a pid that nothing has."""
         return self.nodes.pid(victim["node"], victim["pid"]) or NO_PID
 
-    def _stop(self, pids: Sequence[int]) -> None:
-        self._stopped |= set(send(signal.SIGSTOP, pids))
-
-    def _continue(self, pids: Sequence[int]) -> list[int]:
-        """Those that run on."""
-        self._stopped -= set(pids)
-        return [pid for pid in send(signal.SIGCONT, pids) if is_alive(pid)]
-
     def _wake(self, number: int, pids: Sequence[int], *, node: str) -> None:
         """Processes run on, and write what they can; a look later at what is still there."""
-        woken = self._continue(pids)
+        woken = self.stopped.let_go(number, pids)
         self.note(number, "continued", processes=len(woken))
 
         def look() -> None:
             alive = [pid for pid in woken if is_alive(pid)]
             self.note(number, "looked at again", processes=len(alive))
-            if node and pids[0] not in alive:  # its raylet gave up: the host is given back
+            if node and not is_alive(pids[0]):  # its raylet gave up: the host is given back
                 self.end_node(number, node)
 
         if woken:
@@ -276,7 +272,7 @@ class Injector:
     def end_node(self, number: int, node: str) -> None:
         here = self.nodes.number_of(node)
         if here is not None:
-            self._stopped -= set(self.nodes.pids(here))
+            self.stopped.forget(self.nodes.pids(here))
             self.nodes.kill(here)
             self.note(number, "node gone", node=node)
 
@@ -352,7 +348,7 @@ def corrupt_snapshot(injector: Injector, scene: Scene) -> list[Victim]:
     killed = scene.other_worker(node, injector.pid_of)
     if not all(map(is_alive, pids)):
         raise NotNow("it takes workers that are all alive")
-    send(signal.SIGSTOP, pids)  # nothing newer is to be committed
+    injector.stopped.hold(scene.number, pids)  # nothing newer is to be committed
     try:
         time.sleep(SETTLE_S)
         damaged = [name for folder in injector.nodes.memory_of(node) for name in damage(folder)]
@@ -360,7 +356,7 @@ def corrupt_snapshot(injector: Injector, scene: Scene) -> list[Victim]:
             raise NotNow("no snapshot is committed on that node")
         send(signal.SIGKILL, [injector.pid_of(killed)])
     finally:
-        send(signal.SIGCONT, pids)
+        injector.stopped.let_go(scene.number, pids)
     return [{"what": "snapshot", "node": node, "files": damaged}, killed]
 
 
@@ -370,14 +366,18 @@ def free_bytes(folder: str | Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def _fill(path: Path, scene: Scene) -> int:
-    """Take the room on a file system but for what the fault leaves; how much, in bytes."""
-    size = max(0, free_bytes(path.parent) - int(scene.option("leave_mb") * 1e6))
-    assert size <= MOST_FILLED, "this was to be checked before anything began"
-    with open(path, "wb") as file:
-        if size:
-            os.posix_fallocate(file.fileno(), 0, size)
-    return size
+def _fill(path: Path, scene: Scene) -> None:
+    """Take the room on a file system but for what the fault leaves, be it more or less than is taken already."""
+    if not path.parent.is_dir():  # the host is gone
+        return
+    with open(path, "ab") as file:
+        taken = os.fstat(file.fileno()).st_size
+        size = max(0, taken + free_bytes(path.parent) - int(scene.option("leave_mb") * 1e6))
+        assert size <= MOST_FILLED, "this was to be checked before anything began"
+        if size > taken:
+            os.posix_fallocate(file.fileno(), taken, size - taken)
+        else:
+            file.truncate(size)
 
 
 def damage(folder: Path) -> list[str]:

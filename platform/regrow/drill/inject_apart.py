@@ -4,6 +4,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from regrow.drill.faults import DEAD_MOUNT, SLOW_LINK
@@ -40,7 +41,7 @@ class InjectorApart(Injector):
             "hung_storage": lambda scene: self._break_storage(scene, "hung"),
             "restart_raylet": self._restart_raylet,
             "return_small_node": lambda scene: self._add(scene, shm_mb=int(scene.option("memory_mb"))),
-            "return_node_without_storage": lambda scene: self._add(scene, broken="failing"),
+            "return_node_without_storage": self._add_without_storage,
         }
 
     def tick(self) -> None:
@@ -83,28 +84,34 @@ class InjectorApart(Injector):
 
     def _shape(self, scene: Scene) -> list[Victim]:
         host = self.nodes.nodes[scene.node].host
-        self.nodes.hosts.shape(host, **{key: scene.option(key) for key in scene.options if key != "for_s"})
+        link = (host.name, "link")
 
-        def heal() -> None:
+        def shape(**wanted: float) -> None:
             if host.up:
-                self.nodes.hosts.shape(host)
+                self.nodes.hosts.shape(host, **wanted)
 
-        self.until_healed(scene, heal, "the link is as before")
+        slow = {key: scene.option(key) for key in scene.options if key != "for_s"}
+        self.wrong.begin(link, scene.number, lambda: shape(**slow))
+        self.until_healed(scene, lambda: self.wrong.end(link, scene.number, shape), "the link is as before")
         return [{"what": "link", "node": self.nodes.nodes[scene.node].node_id}]
 
     def _break_storage(self, scene: Scene, kind: str, host: Host | None = None) -> list[Victim]:
         hosts = self._all() if host is None else [host]
         delay_s = scene.option("delay_s") if kind == "slow" else 0.0
         for each in hosts:
-            self.nodes.hosts.break_storage(each, kind, delay_s)
+            self.wrong.begin(storage_of(each), scene.number, partial(self._let_storage_be, each, kind, delay_s))
 
         def heal() -> None:
             for each in hosts:
-                if each.up:
-                    self.nodes.hosts.break_storage(each)
+                self.wrong.end(storage_of(each), scene.number, partial(self._let_storage_be, each))
 
         self.until_healed(scene, heal, "storage works again")
         return [{"what": "storage", "kind": kind, "hosts": [each.name for each in hosts]}]
+
+    def _let_storage_be(self, host: Host, kind: str = "", delay_s: float = 0.0) -> None:
+        """Nothing is to be done for a host that was powered off."""
+        if host.up:
+            self.nodes.hosts.break_storage(host, kind, delay_s)
 
     def _dead_mount(self, scene: Scene) -> list[Victim]:
         """Of a host; its workers are victims, which wait for it in the next group at the latest: another's death
@@ -130,9 +137,19 @@ class InjectorApart(Injector):
         self.until_healed(scene, lambda: self.end_node(scene.number, node_id), "it went")
         return [{"what": "new node", "node": node_id}]
 
+    def _add_without_storage(self, scene: Scene) -> list[Victim]:
+        victims = self._add(scene, broken="failing")
+        host = self.nodes.nodes[-1].host
+        self.wrong.begin(storage_of(host), scene.number, partial(self._let_storage_be, host, "failing"))
+        return victims
+
     def _others(self, scene: Scene) -> list[Host]:
         own = self.nodes.nodes[scene.node].host
         return [each for each in self._all() if each is not own]
 
     def _all(self) -> list[Host]:
         return [self.nodes.head, *(node.host for node in self.nodes.nodes)]
+
+
+def storage_of(host: Host) -> tuple[str, str]:
+    return host.name, "storage"

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Host:
     outer: subprocess.Popen[bytes]  # `unshare`, whose child is the host's first process
     storage: subprocess.Popen[str] | None
     cgroup: Path | None
-    refused: set[str] = field(default_factory=set)  # addresses that it does not hear
+    refused: Counter[str] = field(default_factory=Counter)  # by how many partitions it does not hear an address
 
     @property
     def pid(self) -> int:
@@ -102,14 +103,12 @@ class Switch:
         self._end(host)
 
     def refuse(self, number: int, sources: list[str], on: bool) -> None:
-        """Whether a host drops what comes from these addresses."""
+        """Whether a host drops what comes from these addresses; what two partitions drop, until both are over."""
         host = self.hosts[number]
-        changed = [
-            source for source in sources if (source in host.refused) != on
-        ]  # two partitions may have one in common
-        for source in changed:
+        before = set(+host.refused)
+        (host.refused.update if on else host.refused.subtract)(sources)
+        for source in sorted(before ^ set(+host.refused)):
             host.inside(["ip", "rule", "add" if on else "del", "pref", "10", "from", source, "blackhole"])
-        host.refused ^= set(changed)
 
     def shape(self, number: int, rate_mbit: float | None, delay_ms: float, loss_percent: float) -> None:
         """What a host sends and what it receives. All None or 0: as the machine can."""
