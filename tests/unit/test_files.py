@@ -8,7 +8,9 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 
 import fsspec
@@ -410,6 +412,49 @@ def test_storage_that_goes_on_failing_stops_a_preparation_which_then_goes_on(
     Hiccups.failing = staticmethod(lambda name, position: False)
     assert prepared(source, tokenizer, tmp_path / "out") == whole
     assert written[pieces:] == [last], "no other piece is tokenized again"
+
+
+def test_only_an_asterisk_is_special_in_the_folder_of_a_glob(tmp_path: Path) -> None:
+    folder = tmp_path / "run [v1] why?"
+    (folder / "deeper").mkdir(parents=True)
+    for name in ("a.txt", "deeper/b.txt", "c.md"):
+        (folder / name).write_text("text")
+    source = SourceFiles(f"{folder}/*.txt")
+    assert [source.name(path) for path, _ in source.list()] == ["a.txt", "deeper/b.txt"]
+    assert source.read("a.txt") == b"text"
+
+
+def test_a_web_server_that_cuts_its_answers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp's ClientPayloadError is no OSError."""
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.001)
+    body, cuts = b"some text\n" * 2000, [2]
+
+    class Server(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Accept-Ranges", "bytes")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            begin, end = map(int, self.headers.get("Range", f"bytes=0-{len(body) - 1}").split("=")[1].split("-"))
+            part = body[begin : end + 1]
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(part)))
+            self.send_header("Content-Range", f"bytes {begin}-{end}/{len(body)}")
+            self.end_headers()
+            cuts[0] -= 1
+            self.wfile.write(part[: len(part) // 2] if cuts[0] >= 0 else part)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        source = SourceFiles(f"http://127.0.0.1:{server.server_port}/a.txt")
+        assert source.read("a.txt") == body
+        assert cuts[0] < 0
+        server.shutdown()
 
 
 def test_a_document_that_is_left_out_has_a_reason() -> None:

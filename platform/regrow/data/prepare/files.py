@@ -6,6 +6,7 @@ for a while is asked again for each read; what can be fetched but not be read is
 
 import contextlib
 import fnmatch
+import glob
 import gzip
 import io
 import itertools
@@ -24,7 +25,7 @@ from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piece, Skipped
-from regrow.errors import DataError, UnseenError, first_line
+from regrow.errors import DataError, RegrowError, UnseenError, first_line
 from regrow.storage import RemoteStorage, in_threads, is_remote
 
 PIECE_BYTES = 64 << 20  # of text
@@ -102,17 +103,18 @@ class SourceFiles:
         if is_remote(source):
             remote = RemoteStorage.from_uri(source)
             self.fs, self.root = remote.fs, remote.root
+        head = self.root.partition("*")[0]
+        self.is_glob = head != self.root
+        self.folder = head.rpartition("/")[0] if self.is_glob else self.root  # that is searched; or the file
 
     def list(self) -> list[tuple[str, int]]:
         """(path, bytes) of every file of a kind that can be read, sorted by path. Raises DataError if there is none."""
-        head, _, _ = self.root.partition("*")
-        folder = self.root if head == self.root else head.rpartition("/")[0]
         try:
-            info = patiently(lambda: self.fs.get_file_info(folder))
+            info = patiently(lambda: self.fs.get_file_info(self.folder))
             if info.type == FileType.File:
                 found = [info]
             elif info.type == FileType.Directory:
-                found = patiently(lambda: self.fs.get_file_info(FileSelector(folder, recursive=True)))
+                found = patiently(lambda: self.fs.get_file_info(FileSelector(self.folder, recursive=True)))
             else:
                 found = []
         except OSError as error:
@@ -120,13 +122,12 @@ class SourceFiles:
         if info.type == FileType.NotFound:
             missing = UnseenError if isinstance(self.fs, LocalFileSystem) else DataError  # others may have that path
             raise missing(
-                f"data.source={self.source}: there is no {folder}; give a file, folder, glob or URI that is there"
+                f"data.source={self.source}: there is no {self.folder}; give a file, folder, glob or URI that is there"
             )
         paths = [(self._path(each), each.size) for each in found if each.type == FileType.File]
+        named = glob.escape(self.folder) + self.root[len(self.folder) :]
         files = sorted(
-            (path, size)
-            for path, size in paths
-            if kind_of(path) and (head == self.root or fnmatch.fnmatch(path, self.root))
+            (path, size) for path, size in paths if kind_of(path) and (not self.is_glob or fnmatch.fnmatch(path, named))
         )
         if not files:
             kinds = " ".join(f"*{suffix}" for suffix in SUFFIXES)
@@ -145,38 +146,35 @@ class SourceFiles:
 
     def name(self, path: str) -> str:
         """A file's name relative to the source: the same wherever the source is mounted."""
-        head = self.root.partition("*")[0]
-        folder = self.root if head == self.root and path != self.root else head.rpartition("/")[0]
+        folder = self.root.rpartition("/")[0] if path == self.root else self.folder
         return path.removeprefix(folder).lstrip("/")
 
     def path(self, name: str) -> str:
-        head = self.root.partition("*")[0]
-        if head == self.root and self.root.endswith("/" + name):
-            return self.root
-        folder = self.root if head == self.root else head.rpartition("/")[0]
-        return f"{folder}/{name}"
+        return self.root if not self.is_glob and self.root.endswith("/" + name) else f"{self.folder}/{name}"
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """A range of a file's bytes. Raises OSError for storage that goes on failing."""
-
-        def fetch() -> bytes:
-            with self.fs.open_input_file(self.path(name)) as file:
-                return file.read_at((file.size() if stop is None else stop) - start, start)
-
-        return patiently(fetch)
+        """A range of a file's bytes, fewer where it ends. Raises OSError for storage that goes on failing."""
+        try:
+            file = self._open(name)
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+        except _Unfetched as error:
+            raise error.error from error
 
     def parquet(self, name: str) -> pq.ParquetFile:
         """Open a parquet file. Raises DamagedPiece if it is none, OSError for storage that goes on failing."""
 
         def open_file() -> pq.ParquetFile:
-            fetched = _PatientFile(lambda: self.fs.open_input_file(self.path(name)))
-            file = pq.ParquetFile(pa.PythonFile(fetched, "r"), page_checksum_verification=True)
+            file = pq.ParquetFile(pa.PythonFile(self._open(name), "r"), page_checksum_verification=True)
             rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
             if sum(rows) != file.metadata.num_rows:  # Arrow would read as many as each row group claims
                 raise ValueError(f"its row groups have {sum(rows)} rows, its footer says {file.metadata.num_rows}")
             return file
 
         return _parsed(open_file)
+
+    def _open(self, name: str) -> _PatientFile:
+        return _PatientFile(lambda: self.fs.open_input_file(self.path(name)))
 
 
 def _parsed(parse: Callable[[], Result]) -> Result:
@@ -356,13 +354,15 @@ def patiently(operation: Callable[[], Result]) -> Result:
 
 
 def _network_as_os(operation: Callable[[], Result]) -> Result:
-    """The hub's HTTP client raises errors that are no OSError for a network that fails."""
+    """Clients that fsspec uses, as aiohttp and the hub's, have errors of their own for a network that fails."""
     try:
         return operation()
-    except Exception as error:
-        if any(each.__name__ in ("TransportError", "HTTPError") for each in type(error).__mro__):
-            raise OSError(first_line(error)) from error
+    except (OSError, RegrowError, pa.ArrowException):
         raise
+    except Exception as error:
+        if type(error).__module__ == "builtins":
+            raise
+        raise OSError(first_line(error)) from error
 
 
 def column(batch: pa.RecordBatch, name: str) -> list[Any]:
