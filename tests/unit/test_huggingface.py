@@ -19,16 +19,16 @@ from regrow.config.store import pretrain_config
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import END_OF_TEXT
 from regrow.data.read.manifest import Manifest
-from regrow.errors import CheckpointError, DataError, RegrowError, ResumeError
+from regrow.errors import CheckpointError, ConfigError, DataError, RegrowError, ResumeError
 from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
 from regrow.record.run_folder import checkpoints_of, read_record, write_record
 from regrow.runtime.run_folder import check_may_start, open_run
 from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.exchange import huggingface
+from regrow.state.exchange import huggingface, runs
 from regrow.state.exchange.huggingface import hugging_face_name, import_entries, read_model
-from regrow.state.exchange.runs import export_run, import_run
+from regrow.state.exchange.runs import average_run, export_run, import_of_model, import_run
 from regrow.storage import Storage
 from support.corpus import WordRecipe
 from support.ragged import ragged_model
@@ -201,6 +201,32 @@ def test_the_command_for_a_run_in_a_store_with_options_is_read_as_it_is_meant(tm
     assert (config.run.storage_path, config.run.name) == (f"{store}?region=x&scheme=http", "mine")
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [(folder, "mine") for folder in ("im port(1)", "a,b", "it's", 'so "called"', "{x};y&z", "a=b", "é", "~", "b\\")]
+    + [("runs", name) for name in ("007", "1e5", "null", "True")],
+)
+def test_the_command_for_a_run_is_read_as_its_folder_is_called(folder: str, name: str, tmp_path: Path) -> None:
+    arguments = shlex.split(runs._named(Storage.at(tmp_path / folder / name)))
+    run = pretrain_config(arguments).run
+    assert (run.storage_path, run.name) == (str(tmp_path / folder), name)
+
+
+@pytest.mark.parametrize("name", ["my run", "llama+tuned", "a" * 64, "_x"])
+def test_a_folder_by_whose_name_no_run_can_go_is_refused_before_it_is_written(name: str, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model(), steps=(1, 2))
+    export(tmp_path / "run", tmp_path / "hf")
+    with pytest.raises(ConfigError, match="must be 1 to 63 letters"):
+        import_run("hf", str(tmp_path / "hf"), str(tmp_path / name), start=quiet)
+    with pytest.raises(ConfigError, match="must be 1 to 63 letters"):
+        import_of_model("torchtitan", str(tmp_path / "hf"), str(tmp_path / name), model="debug", start=quiet)
+    checkpoints, run_id = checkpoints_of(str(tmp_path / "run"))
+    indexes = [choose(checkpoints, run_id, step)[1] for step in (1, 2)]
+    with pytest.raises(ConfigError, match="must be 1 to 63 letters"):
+        average_run(str(tmp_path / "run"), indexes, str(tmp_path / name), start=quiet)
+    assert not (tmp_path / name).exists()
+
+
 def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
     config = DataConfig(vocab_size=512, seq_len=8, validation_fraction=0.2)
     (tmp_path / "data" / "unfinished").mkdir(parents=True)
@@ -225,7 +251,7 @@ def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
     assert "without a tokenizer" in export(tmp_path / "elsewhere" / "run", tmp_path / "none")
     (tmp_path / "elsewhere" / "run" / "config.yaml").write_text("data: {corpora: {words: nope://of-the-cluster/words}}")
     told = export(tmp_path / "elsewhere" / "run", tmp_path / "out-of-reach")
-    assert "without a tokenizer, for the run's corpus was not found, or cannot be read from here" in told
+    assert "without a tokenizer: its corpus was not found, or cannot be read from here" in told
     config_file.unlink()
     (tmp_path / "data" / "words" / "tokenizer.json").write_bytes(tokenizer + b" ")
     with pytest.raises(DataError, match=r"tokenizer\.json is not what its manifest says"):

@@ -300,12 +300,16 @@ def test_an_optimizer_that_stood_still_or_is_no_adamw_is_refused(golden_model: M
         imported(tmp_path / "run2", tmp_path / "sgd")
 
 
-def test_a_run_that_has_not_trained_is_exported_by_its_weights_alone(golden_model: ModelConfig, tmp_path: Path) -> None:
-    save_run(tmp_path / "run", ragged_model())
-    _, index = choose(*checkpoints_of(str(tmp_path / "run")))
-    with pytest.raises(CheckpointError, match="export its weights to hf"):
-        export_run("torchtitan", str(tmp_path / "run"), index, str(tmp_path / "out"), dtype=Dtype.float32, start=quiet)
-    assert not (tmp_path / "out").exists()
+def test_a_run_that_has_not_trained_or_not_begun_is_exported_by_its_weights_alone(
+    golden_model: ModelConfig, tmp_path: Path
+) -> None:
+    for step, says in ((0, "has not trained a step yet"), (2, "has no config.yaml that says train.steps")):
+        run = tmp_path / f"run-{step}"
+        save_run(run, ragged_model(), steps=(step,))
+        _, index = choose(*checkpoints_of(str(run)))
+        with pytest.raises(CheckpointError, match=rf"{says}.*export its weights to hf"):
+            export_run("torchtitan", str(run), index, str(tmp_path / "out"), dtype=Dtype.float32, start=quiet)
+        assert not (tmp_path / "out").exists()
 
 
 def test_an_average_is_exported_as_the_run_that_it_is_made_of(tmp_path: Path) -> None:

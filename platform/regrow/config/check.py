@@ -131,12 +131,16 @@ def _need(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _run(config: PretrainConfig) -> None:
-    name = config.run.name
+def check_run_name(name: str) -> None:
+    """Raises ConfigError where no run can have it."""
     _need(
         re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name) is not None,
         f"run.name={name!r} must be 1 to 63 letters, digits, '.', '_' or '-', beginning with a letter or digit",
     )
+
+
+def _run(config: PretrainConfig) -> None:
+    check_run_name(config.run.name)
 
 
 def _train(config: PretrainConfig) -> None:

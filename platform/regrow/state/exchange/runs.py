@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from regrow.config.check import check_run_name
 from regrow.config.plain import read_model
 from regrow.config.schema import DataConfig, Dtype, OptimConfig, Schedule
 from regrow.data.prepare.tokenizer import parse_tokenizer
@@ -41,6 +43,7 @@ from regrow.state.exchange.torchtitan import AdamWSettings, TitanFolder, bytes_r
 from regrow.storage import Storage, StorageError, split_location
 
 NOT_TOLD = ("name", "document_attention")  # of a model by Hugging Face's config.json
+WORDS_OF_HYDRA = ("null", "true", "false", "nan", "inf")  # values that are no text
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,11 @@ def import_run(form: str, source: str, run_folder: str, *, moments: Dtype = Dtyp
     """Make a run of what lies in a folder in the form `hf` or `dcp`; says how to start it.
 
     AdamW's moments, which `hf` does not have, begin at zero, kept as `moments`.
-    Raises RegrowError where the run's folder is not empty, or the source is damaged, or no such model or state.
+    Raises RegrowError where the run's folder is not empty or its name no run's, or the source is damaged, or no such
+    model or state.
     """
     run = Storage.at(run_folder)
-    _check_empty(run)
+    _check_new_run(run)
     if form == "hf":
         return "\n".join(_import_weights(Storage.at(source), run, moments, start))
     if moments is not Dtype.float32:
@@ -102,10 +106,11 @@ def import_of_model(
 
     It goes on from the step of a folder of torchtitan's that has the optimizer's state, and `batch` says what of the
     data that is; else it begins with the weights, and moments kept as `moments`.
-    Raises RegrowError where the run's folder is not empty, or the source is damaged, or of another model or batch.
+    Raises RegrowError where the run's folder is not empty or its name no run's, or the source is damaged, or of another
+    model or batch.
     """
     run, config, folder = Storage.at(run_folder), read_model(model), _local(Storage.at(source))
-    _check_empty(run)
+    _check_new_run(run)
     state = TitanFolder(folder, config) if form == "torchtitan" else MegatronFolder(folder, config)
     goes_on = isinstance(state, TitanFolder) and state.has_optimizer
     if goes_on and moments is not Dtype.float32:
@@ -177,7 +182,8 @@ def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: St
     """Make a run whose weights are the mean of those of several checkpoints of one run; says how to go on from it.
 
     The mean is taken in float64. AdamW's moments, the step and the place in the data are those of the newest one.
-    Raises RegrowError where the new run's folder is not empty, a checkpoint is damaged, or there are fewer than two.
+    Raises RegrowError where the new run's folder is not empty or its name no run's, a checkpoint is damaged, or
+    there are fewer than two.
     """
     run, target = Storage.at(run_folder), Storage.at(to)
     newest, *others = sorted(indexes, key=lambda index: -index.step)
@@ -186,7 +192,7 @@ def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: St
     for other in others:
         if other.tensors != newest.tensors:
             raise CheckpointError(f"step {other.step} of {run} has other tensors than step {newest.step}")
-    _check_empty(target)
+    _check_new_run(target)
     record = _record(run)
     weights = sum(prod(shape) for name, (_, shape) in newest.tensors.items() if name.startswith("model/"))
     advance = start(newest.tensor_bytes + len(others) * weights * ITEM_BYTES["float32"])
@@ -238,7 +244,7 @@ def _export_weights(run: Storage, index: Index, target: Storage, dtype: Dtype, s
         end_of_text_id=None if corpora is None else corpora.eot_id,
     )
     if corpora is None:
-        return "without a tokenizer, for the run's corpus was not found, or cannot be read from here; copy its tokenizer.json"
+        return "without a tokenizer: its corpus was not found, or cannot be read from here; copy its tokenizer.json"
     return f"with the tokenizer of {corpora.folders[0]}"
 
 
@@ -254,9 +260,14 @@ def _export_state(run: Storage, index: Index, target: Storage, start: Start) -> 
 def _export_for_torchtitan(run: Storage, index: Index, target: Storage, start: Start) -> str:
     """All of it but the place in the data, as its checkpoint manager loads it."""
     settings, steps = _record(run)["identity"], read_config(run).get("train", {}).get("steps")
-    if index.step == 0 or steps is None:
+    if index.step == 0:
         raise CheckpointError(
             f"{run} has not trained a step yet, so its optimizer is not known; export its weights to hf"
+        )
+    if steps is None:
+        raise CheckpointError(
+            f"{run} has no {CONFIG_FILE} that says train.steps, so the next learning rate is not known; begin it once, "
+            f"or copy {CONFIG_FILE} of the run that it is from, or export its weights to hf"
         )
     optim = OptimConfig(
         **{key.name: settings[f"optim.{key.name}"] for key in fields(OptimConfig) if f"optim.{key.name}" in settings}
@@ -369,8 +380,20 @@ def read_tokenizer(corpora: Corpora) -> bytes:
 
 def _named(run: Storage) -> str:
     storage_path, name = split_location(str(run))
-    value = f'"{storage_path}"' if "=" in storage_path else storage_path  # Hydra reads no other one in it unquoted
-    return f"{quote(f'run.storage_path={value}')} run.name={name}"
+    return f"{quote(f'run.storage_path={_for_hydra(storage_path)}')} {quote(f'run.name={_for_hydra(name)}')}"
+
+
+def _for_hydra(text: str) -> str:
+    """A value as Hydra reads this text: in quotes where it would take it for something else."""
+    if re.fullmatch(r"[A-Za-z/][\w/.:@%+$*?|-]*", text, re.ASCII) and text.lower() not in WORDS_OF_HYDRA:
+        return text
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + found[2].replace('"', '\\"'), text)
+    return f'"{escaped}"'
+
+
+def _check_new_run(folder: Storage) -> None:
+    check_run_name(split_location(str(folder))[1])
+    _check_empty(folder)
 
 
 def _check_empty(folder: Storage) -> None:
