@@ -1,5 +1,6 @@
 """`jobs.checkpoint` tells what a run's checkpoints hold, and names what is damaged or differs."""
 
+import argparse
 import errno
 import json
 import random
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from regrow.accept.tiny import tiny_model
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.record.run_folder import checkpoints_of
+from regrow.state import commands
 from regrow.state.disk import catalog as tools
 from regrow.state.disk.catalog import open_checkpoint
 from regrow.state.disk.format import COMMIT
@@ -235,6 +238,26 @@ def test_verify_finds_every_flipped_bit_truncation_swap_and_missing_file(tmp_pat
         if name != COMMIT:  # a damaged COMMIT may name any file
             assert name in found[2].problem, (trial, kind, found[2].problem)
         path.write_bytes(pristine[name])
+
+
+@pytest.mark.parametrize("at", ["open_checkpoint", "verify"])
+def test_what_retention_deletes_meanwhile_is_no_damage(
+    at: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_run(tmp_path / "run", tiny_model(num_layers=1), steps=(1, 2, 3))
+    checkpoints = Storage.at(tmp_path / "run" / "checkpoints")
+    looks = getattr(tools, at)
+
+    def look(folder: Storage, what: Any, *more: Any, **options: Any) -> Any:
+        if getattr(what, "step", what) == 1:
+            monkeypatch.setattr(tools, at, looks)
+            assert tools.retain(checkpoints, keep=2) == [1]
+        return looks(folder, what, *more, **options)
+
+    monkeypatch.setattr(tools, at, look)
+    options = argparse.Namespace(run_folder=str(tmp_path / "run"), step=None)
+    assert commands.verify(options, lambda num_bytes: quiet) == 0
+    assert capsys.readouterr().out.splitlines() == ["step 3: sound", "step 2: sound", "step 1: deleted meanwhile"]
 
 
 def test_an_object_stores_truncated_file_is_damage_too() -> None:

@@ -317,7 +317,7 @@ def examine(checkpoints: Storage, run_id: str | None, step: int | None, start: S
             try:
                 verify(checkpoints, found.index, start(found.index.tensor_bytes))
             except (CheckpointError, OSError) as error:
-                yield replace(found, problem=_of_one(checkpoints, error))
+                yield _wrong(checkpoints, found.step, found.index, error)
                 continue
         yield found
 
@@ -368,6 +368,13 @@ def whole_box(index: Index, name: str) -> Box:
     return Box.whole(name, shape, dtype)
 
 
+def _wrong(checkpoints: Storage, step: int, index: Index | None, error: CheckpointError | OSError) -> Found:
+    """What an error says of a checkpoint. A run that trains may have deleted it meanwhile, COMMIT first: no damage."""
+    if not checkpoints.exists(f"{step_folder(step)}/{COMMIT}"):
+        return Found(step, index, "deleted meanwhile", committed=False)
+    return Found(step, index, _of_one(checkpoints, error))
+
+
 def _of_one(checkpoints: Storage, error: CheckpointError | OSError) -> str:
     """What is wrong with one checkpoint. Raises the error where it is storage that does not answer: an older one must
     not take the newest one's place for that."""
@@ -385,7 +392,7 @@ def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
         check_sizes(checkpoints, index)
         noted, kept = damage_of(checkpoints, step), is_kept(checkpoints, step)
     except (CheckpointError, OSError) as error:
-        return Found(step, index, _of_one(checkpoints, error))
+        return _wrong(checkpoints, step, index, error)
     if noted:
         return Found(step, index, f"a run could not read it ({noted}); delete {DAMAGED} there if it is sound after all")
     return Found(step, index, "", is_kept=kept)
