@@ -27,7 +27,7 @@ from regrow.record.run_folder import read_node_snapshots, read_ranks, read_statu
 from regrow.record.status import State, Status, status_of
 from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
-from regrow.submit.job_status import is_here, on_kubernetes, on_ray, use_token
+from regrow.submit.job_status import _newest, is_here, on_kubernetes, on_ray, use_token
 from support import stand_in_kubectl
 from support.stand_in_kubectl import STATE, store
 
@@ -713,6 +713,39 @@ def test_a_job_that_trains_nothing_or_has_other_settings_is_one_line(kubernetes:
         with pytest.raises(ClusterError, match=words) as caught:
             look()
         assert "\n" not in str(caught.value)
+
+
+class Job:
+    """A job as Ray's client lists it."""
+
+    def __init__(self, entrypoint: str, started: int) -> None:
+        self.entrypoint, self.start_time, self.submission_id = entrypoint, started, f"job-{started}"
+
+
+@pytest.mark.parametrize(
+    ("other", "passed_over"),
+    [
+        ("python -m jobs.pretrain_torchrun model=1b", ""),
+        (
+            "python -m jobs.pretrain run.name=other train.newer_setting=3",
+            "job-2 is passed over: this checkout does not",
+        ),
+        ("cd /x && python -m jobs.pretrain run.name=other > log", "job-2 is passed over: this checkout does not know"),
+        ("echo 'jobs.pretrain", 'job-2 is passed over: "echo \'jobs.pretrain" is no command that can be read'),
+    ],
+)
+def test_a_job_that_cannot_be_read_hides_no_other(other: str, passed_over: str) -> None:
+    mine, unread = Job("python -m jobs.pretrain run.name=mine run.storage_path=/mnt", 1), Job(other, 2)
+    for run in ("mine", None):
+        found, place, note = _newest([mine, unread], run, "http://h:8265")
+        assert (found, place) == (mine, ("mine", "/mnt/mine"))
+        assert note.startswith(passed_over)
+        assert bool(note) == bool(passed_over)
+        assert "\n" not in note
+    assert _newest([Job(mine.entrypoint, 3), unread], None, "http://h:8265")[2] == "", "it is older"
+    with pytest.raises(ClusterError, match=r"no job of a run at http://h:8265") as caught:
+        _newest([unread], None, "http://h:8265")
+    assert str(caught.value).endswith(passed_over and _newest([mine, unread], None, "http://h:8265")[2])
 
 
 def test_a_token_that_is_there_is_used_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

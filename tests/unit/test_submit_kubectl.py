@@ -16,9 +16,10 @@ from regrow.errors import ClusterError, ConfigError
 from regrow.record.provenance import untracked
 from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
-from regrow.submit.kubectl import Kubectl
+from regrow.submit.kubectl import Kubectl, Unreachable, _error
 from regrow.submit.render import Code
 from support.kubernetes import FAILED, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
+from support.kubernetes import REFUSED as REFUSED_CONNECTION
 from support.submission import CODE, compose
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +231,39 @@ def test_what_kubectl_refuses_is_one_line(cluster: Cluster) -> None:
     with pytest.raises(ClusterError) as caught:
         act("apply")
     assert str(caught.value) == "kubectl apply: Error from server (Forbidden): rayjobs.ray.io is forbidden"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'Error from server (Forbidden): networkpolicies.networking.k8s.io "llama-timeout" is forbidden',
+        'Error from server (NotFound): namespaces "too many requests" not found',
+        'Error from server (Conflict): Operation cannot be fulfilled on rayjobs.ray.io "etcdserver"',
+        'Error from server (BadRequest): admission webhook "v.io" denied the request: jobs need a timeout',
+        'Error from server (Invalid): RayJob "a" is invalid: spec.x: Invalid value: timed out',
+        'error: context "connection refused" does not exist',
+        "error: context 'eof' does not exist",
+    ],
+)
+def test_a_refusal_that_only_quotes_an_outage_is_not_waited_out(cluster: Cluster, line: str) -> None:
+    (cluster.folder / "refusal").write_text(line)
+    with pytest.raises(ClusterError) as caught:
+        act("apply")
+    assert not isinstance(caught.value, Unreachable)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        REFUSED_CONNECTION,
+        'Error from server (InternalError): calling webhook "v": Post "https://v:443": context deadline exceeded',
+        "Error from server (Timeout): the server was unable to return a response in the time allotted",
+        "Unable to connect to the server: dial tcp: lookup api on 10.0.0.2:53: no such host",
+        'Get "https://10.0.0.1:6443/api": net/http: TLS handshake timeout',
+    ],
+)
+def test_an_outage_is_one_whatever_it_quotes(line: str) -> None:
+    assert isinstance(_error("get", 1, line), Unreachable)
 
 
 def test_a_broken_rule_is_refused_before_kubectl_is_asked(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:

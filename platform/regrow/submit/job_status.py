@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -86,8 +87,8 @@ def on_ray(address: str, *, run: str | None) -> Look:
 
     def look() -> Status:
         try:
-            found, (name, folder) = _newest(client.list_jobs(), run, address)
-            lines = _describe(found)
+            found, (name, folder), passed_over = _newest(client.list_jobs(), run, address)
+            lines = [*_describe(found), *filter(None, [passed_over])]
             begun_at = (found.start_time or 0) / 1000
             if is_here(folder, begun_at, (found.end_time or float("inf")) / 1000):
                 return replace(read_status(Storage.at(folder)), job=lines)
@@ -103,7 +104,10 @@ def on_ray(address: str, *, run: str | None) -> Look:
 
 def _run_of(entrypoint: str) -> tuple[str, str]:
     """The name and the folder of the run that a job's command trains. Raises ClusterError where it trains none."""
-    words = shlex.split(entrypoint)
+    try:
+        words = shlex.split(entrypoint)
+    except ValueError as error:
+        raise ClusterError(f"{entrypoint!r} is no command that can be read ({error})") from error
     begin = next((number for number, word in enumerate(words, 1) if word.endswith(PRETRAIN)), None)
     if begin is None:
         raise ClusterError(f"the job runs {entrypoint!r}, not {PRETRAIN[0]}: it has no run to look at")
@@ -120,18 +124,23 @@ def _run_of(entrypoint: str) -> tuple[str, str]:
     return config.run.name, str(Path(path).expanduser().absolute() / config.run.name)
 
 
-def _newest(jobs: Sequence[Any], run: str | None, address: str) -> tuple[Any, tuple[str, str]]:
-    """The job to look at, with the name and the folder of its run."""
-    training = [job for job in jobs if any(each in (job.entrypoint or "") for each in PRETRAIN)]
+def _newest(jobs: Sequence[Any], run: str | None, address: str) -> tuple[Any, tuple[str, str], str]:
+    """The job to look at, with the name and the folder of its run, and which newer one could not be read, if any."""
+    training = [job for job in jobs if re.search(r"\bjobs[./]pretrain(\.py)?\b", job.entrypoint or "")]
     training.sort(key=lambda job: job.start_time or 0, reverse=True)
-    others = set()
+    others, passed_over = set(), ""
     for job in training:
-        name, folder = _run_of(job.entrypoint)
+        try:
+            name, folder = _run_of(job.entrypoint)
+        except ClusterError as error:  # another user's, perhaps
+            passed_over = passed_over or f"{job.submission_id or job.job_id} is passed over: {error}"
+            continue
         if run in (None, name):
-            return job, (name, folder)
+            return job, (name, folder), passed_over
         others.add(name)
     known = f"; it has {', '.join(sorted(others))}" if others else ""
-    raise ClusterError(f"no job of {'a run' if run is None else f'run {run!r}'} at {address}{known}")
+    unread = f"; {passed_over}" if passed_over else ""
+    raise ClusterError(f"no job of {'a run' if run is None else f'run {run!r}'} at {address}{known}{unread}")
 
 
 def _describe(job: Any) -> list[str]:

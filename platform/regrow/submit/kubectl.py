@@ -157,6 +157,8 @@ _HAS_A_PLACE = re.compile(r"\(AlreadyExists\)|exceeded quota: .*count/")  # look
 _NOISE = re.compile(r"[-+]  (generation: \d+|suspend: (true|false))$")  # the server's count of changes; Kueue's switch
 _LOG = re.compile(r"^[EWIF]\d{4} \d\d:")  # kubectl's own log, which repeats what its last line says
 _ADVICE = re.compile(r"^(Please review the fields above|See 'kubectl)")
+_QUOTED = re.compile(r"\"[^\"]*\"|(?<!\w)'[^']*'(?!\w)")  # names and values, which are a user's
+_REFUSED = re.compile(r"\((Forbidden|Invalid|NotFound|BadRequest|Conflict)\)")  # an answer, whatever words it has
 _NOT_NOW = re.compile(
     r"""was\ refused|connection\ (refused|reset)|\bEOF\b|time(d\ )?\s?out|no\ such\ host|network\ is\ unreachable
     |no\ route\ to\ host|context\ deadline\ exceeded|client\ connection\ lost|broken\ pipe|server\ closed
@@ -219,7 +221,8 @@ def _error(verb: str, status: int, stderr: str) -> ClusterError:
     for pattern, hint in _HINTS:
         if pattern.search(text):
             text += f"; {hint}"
-    return Unreachable(text) if _NOT_NOW.search(text) else ClusterError(text)
+    said = _QUOTED.sub("", text)
+    return Unreachable(text) if _NOT_NOW.search(said) and not _REFUSED.search(said) else ClusterError(text)
 
 
 class PodLogs:
