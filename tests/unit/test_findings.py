@@ -46,36 +46,43 @@ def hangs(since: float) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("what", "records", "events", "found"),
+    ("what", "records", "events", "found", "seconds"),
     [
-        ("hang_step", [hangs(0)], [suspected("hung", 31)], True),  # 1.5 steps and 30 s
-        ("hang_step", [hangs(0)], [suspected("hung", 33)], False),
-        ("hang_step", [hangs(0)], [suspected("hung", 25, OTHER)], False),
-        ("hang_step", [], [suspected("hung", 25)], False),  # it had not begun to
-        ("hang_validation", [hangs(50)], [suspected("hung", 82)], True),
-        ("hang_validation", [hangs(50)], [suspected("hung", 84)], False),
-        ("hang_first_step", [hangs(2)], [suspected("hung", 39)], True),  # the first took 5 s
-        ("hang_snapshot", [hangs(0)], [suspected("hung", 59)], True),  # for room it may wait 30 s
-        ("hang_snapshot", [hangs(0)], [suspected("hung", 61)], False),
-        ("dead_mount for_s=90", [], [suspected("hung", 80)], True),
-        ("dead_mount for_s=90", [], [], None),  # no rank came to read there
-        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90)], True),
-        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 130)], False),
-        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10)], True),  # by an earlier one
-        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10), cleared(-5)], False),
-        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10), cleared(5)], True),
-        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_data", 90)], False),
-        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90, OTHER)], False),
-        ("slow_rank share=0.1 for_s=120", [], [], None),
-        ("slow_rank share=0.3 for_s=120", [], [EVENTS[0] | {"time": AT + 60}], None),  # sums began anew
-        ("slow_rank share=0.3 for_s=120", [], [EVENTS[0] | {"time": AT + 5}], False),
-        ("slow_link for_s=120", [], [suspected("slow_link", 90, pid=0, rank=None)], False),  # of a worker, not its node
+        ("hang_step", [hangs(0)], [suspected("hung", 31)], True, 31),  # 1.5 steps and 30 s
+        ("hang_step", [hangs(0)], [suspected("hung", 33)], False, 33),
+        ("hang_step", [hangs(0)], [suspected("hung", 25, OTHER)], False, None),
+        ("hang_step", [], [suspected("hung", 25)], False, None),  # it had not begun to
+        ("hang_validation", [hangs(50)], [suspected("hung", 82)], True, 32),
+        ("hang_validation", [hangs(50)], [suspected("hung", 84)], False, 34),
+        ("hang_first_step", [hangs(2)], [suspected("hung", 39)], True, 37),  # the first took 5 s
+        ("hang_snapshot", [hangs(0)], [suspected("hung", 59)], True, 59),  # for room it may wait 30 s
+        ("hang_snapshot", [hangs(0)], [suspected("hung", 61)], False, 61),
+        ("dead_mount for_s=90", [], [suspected("hung", 80)], True, 80),
+        ("dead_mount for_s=90", [], [], None, None),  # no rank came to read there
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90)], True, 90),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 130)], False, None),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10)], True, 0),  # by an earlier one
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10), cleared(-5)], False, None),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10), cleared(5)], True, 0),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_data", 90)], False, None),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90, OTHER)], False, None),
+        ("slow_rank share=0.1 for_s=120", [], [], None, None),
+        ("slow_rank share=0.3 for_s=120", [], [EVENTS[0] | {"time": AT + 60}], None, None),  # sums began anew
+        ("slow_rank share=0.3 for_s=120", [], [EVENTS[0] | {"time": AT + 5}], False, None),
+        (
+            "slow_link for_s=120",
+            [],
+            [suspected("slow_link", 90, pid=0, rank=None)],
+            False,
+            None,
+        ),  # of a worker, not its node
     ],
 )
 def test_each_is_found_by_the_event_that_names_its_victim_in_time(
-    what: str, records: list[Row], events: list[Row], found: bool | None
+    what: str, records: list[Row], events: list[Row], found: bool | None, seconds: float | None
 ) -> None:
-    assert find(fault(what), records, [*EVENTS, *events], ROWS, EVERY).found is found
+    finding = find(fault(what), records, [*EVENTS, *events], ROWS, EVERY)
+    assert (finding.found, finding.seconds) == (found, seconds)
 
 
 def test_a_slow_link_is_named_by_its_node_and_told_from_a_slow_rank() -> None:
@@ -86,7 +93,8 @@ def test_a_slow_link_is_named_by_its_node_and_told_from_a_slow_rank() -> None:
         ("slow_compute", "node2", False),
     ):
         event = suspected(kind, 60, VICTIM | {"node": node, "pid": 0})
-        assert find(befallen, [], [*EVENTS, event], ROWS, EVERY).found is found
+        finding = find(befallen, [], [*EVENTS, event], ROWS, EVERY)
+        assert (finding.found, finding.seconds) == (found, 60.0 if found else None)
 
 
 def test_a_link_is_told_to_be_slow_by_what_it_was_before_and_of_two_hosts_neither_is_named() -> None:
@@ -115,7 +123,9 @@ def test_a_wrong_unit_is_found_within_a_verification_and_weights_by_their_replic
 ) -> None:
     events = [{"event": "corruption", "time": AT + 20, "step": step, "nodes": ["node2"], "detail": ""}] if step else []
     axes = {"dp_replicate": replicas, "dp_shard": 2}
-    assert find(fault(what, axes=axes), [], [*EVENTS, *events], ROWS, EVERY).found is found
+    finding = find(fault(what, axes=axes), [], [*EVENTS, *events], ROWS, EVERY)
+    assert finding.found is found
+    assert (finding.seconds, finding.steps) == ((20.0, step - 40) if step else (None, None))
 
 
 def evidence(records: list[Row], events: list[Row]) -> Evidence:

@@ -61,7 +61,9 @@ def test_failures_far_apart_do_not_add_up_and_nodes_are_counted_by_themselves() 
     notices = made()
     assert not any(notices.failed("a", at) for at in (0.0, 3000.0, 6000.0, 9000.0))
     assert not any(notices.failed(node, 0.0) for node in "bcdbcd")
-    assert not any(Exclusions(0, 3600.0, 600.0).failed("a", at) for at in range(100))
+    never = Exclusions(0, 3600.0, 600.0)
+    assert not any(never.failed("a", at) for at in range(100))
+    assert never.quarantined(100.0) == set()
 
 
 def group(nodes: str, sizes: range) -> Membership:

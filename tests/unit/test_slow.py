@@ -328,6 +328,16 @@ def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_w
         assert {member.node for member in answer.formation.members} == {"node 0", "node 2", "spare 1"}
 
 
+def test_no_node_is_left_for_being_slow_where_that_is_switched_off() -> None:
+    told = Told(max_workers=3, quarantine_s=600.0, drain_slow_s=0.0)
+    three_nodes(told)
+    began = told.now
+    assert with_a_slow_node(told, 3700, {1: "spare"}) == ""
+    assert told.now - began > 3600.0
+    assert [each["node"] for each in told.records("suspected")] == ["node 1"]
+    assert told.records("quarantine") == []
+
+
 def test_as_many_slow_nodes_are_left_as_spares_can_take_the_place_of() -> None:
     told = Told(min_workers=2, max_workers=8)
     members = [one(number, f"node {number}") for number in range(8)]

@@ -259,6 +259,40 @@ def test_a_broken_promise_is_found_by_its_own_rule(change: Change, claim: str, c
     assert case in " ".join([found[0].figures, *found[0].details])
 
 
+SLOW = {"event": "suspected", "kind": "slow_compute", "node": "node1", "pid": 101}
+
+
+@pytest.mark.parametrize(
+    ("calm", "change", "events"),
+    [
+        (range(21), {"world_size": 2}, []),
+        (range(21), {}, []),  # each is a group's first one
+        (range(21), {}, [SLOW | {"time": BORN + 60, "since": BORN + 21.5}]),
+        (range(21), {}, [SLOW | {"time": BORN + 21.5}, SLOW | {"event": "cleared", "time": BORN + 60}]),
+        (range(39, 60), {}, [SLOW | {"time": BORN}, SLOW | {"event": "cleared", "time": BORN + 39.5}]),
+        (range(39, 60), {}, [SLOW | {"time": BORN}, {"event": "coordinator_restarted", "time": BORN + 39.5}]),
+    ],
+)
+def test_steps_of_fewer_ranks_first_ones_and_slow_ones_are_no_measure_of_what_steps_are_worth(
+    calm: range, change: Row, events: list[Row]
+) -> None:
+    """They are most of the run, and each takes four times as long."""
+    rows = [row(step, 1, BORN + step) for step in range(1, STEPS + 1)]
+    for number, each in enumerate(rows):
+        if number not in calm:
+            each |= change or ({} if events else {"generation": number})
+            each["step_s"] = 4 * STEP_S
+    submitted, stopped = ({"event": name, "time": at} for name, at in (("submitted", BORN), ("stopped", BORN + 61)))
+    given = replace(
+        evidence(),
+        rows=rows,
+        events=[submitted | {"max_workers": 3}, *events, stopped | {"step": STEPS, "reason": "finished"}],
+        report={"goodput": 0.5, "effective": STEPS * (STEP_S - 0.03) / 61, "time_s": {}},
+    )
+    (verdict,) = [each for each in judge(given) if "effective is the one" in each.claim]
+    assert verdict.holds, verdict
+
+
 def test_a_rank_of_a_quarantined_node_may_leave_for_another_one() -> None:
     changed = events_with("generation", 1, workers=workers(101, 999))(evidence())
     events = list(changed.events)
