@@ -1,9 +1,10 @@
-"""Whether a change made it slower: an older commit beside this checkout, in turn, on the same machine.
+"""Whether a change made it slower: an older commit beside the newest of this checkout, in turn, on the same machine.
 
     python benchmarks/commits.py --old REV --out benchmarks/results/FILE.json [--rounds 5] [--only recovery ...]
 
-The older commit is checked out into a folder of its own, removed at the end. Each commit measures itself, with its own
-scripts, in processes of their own; which one begins changes from round to round. The installed packages are the same.
+Both are checked out into folders of their own, removed at the end: what is not committed is not measured. Each commit
+measures itself, with its own scripts, in processes of their own; which one begins changes from round to round. The
+installed packages are the same.
 
 recovery        `recovery.py --only ours --rounds 1`: node kill, worker kill, stopped worker, regrow; three ranks.
 asynchronous    The same with `--only asynchronous`, where the commit has it.
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,11 @@ def summarize(rounds: dict[str, dict[str, list[Figures]]]) -> tuple[Figures, dic
 
 @contextmanager
 def checked_out(commit: str, folder: Path) -> Iterator[Path]:
-    tree = folder / "old"
-    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)
+    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), commit], cwd=ROOT, check=True)
     try:
-        yield tree
+        yield folder
     finally:
-        subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=False)
+        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=ROOT, check=False)
 
 
 def resolve(commit: str) -> str:
@@ -193,11 +193,11 @@ def main() -> None:
     file = File(options.out, {OLD: resolve(options.old), NEW: resolve("HEAD")})
     if options.resume:
         file.resume()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the other tree is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that both trees are removed
     folder = Path(tempfile.mkdtemp(prefix="commits-"))
     try:
-        with checked_out(file.commits[OLD], folder) as old:
-            trees = {OLD: old, NEW: ROOT}
+        with ExitStack() as stack:
+            trees = {side: stack.enter_context(checked_out(file.commits[side], folder / side)) for side in (OLD, NEW)}
             for number in range(options.rounds):
                 for benchmark in options.only:
                     for side in (OLD, NEW) if number % 2 == 0 else (NEW, OLD):

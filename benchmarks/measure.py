@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from regrow.record.provenance import git_sha, hardware, versions
+
 ROOT = Path(__file__).parents[1]
+SHA = git_sha()  # what this process runs, whatever is committed or changed beside it
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -95,9 +98,8 @@ def write_result(
     show: bool = True,
     **more: Any,
 ) -> None:
-    """Write a benchmark's JSON and print its figures."""
-    from regrow.record.provenance import git_sha, hardware, versions
-
+    """Write a benchmark's JSON and print its figures. `git` is of the start, `git_at_end` where that is another."""
+    at_end = git_sha()
     result = {
         "figures": figures,
         "spread": spread,
@@ -105,7 +107,8 @@ def write_result(
         **more,
         "versions": versions(),
         "hardware": hardware(),
-        "git": git_sha(),
+        "git": SHA,
+        **({"git_at_end": at_end} if at_end != SHA else {}),
     }
     path.write_text(json.dumps(result, indent=2) + "\n")
     if show:
