@@ -1,7 +1,7 @@
 """How soon training goes on after a fault: ours against Ray Train's own elasticity, as it comes and tuned.
 
-    python benchmarks/recovery.py --out benchmarks/results/FILE.json [--quick] [--only ours asynchronous tuned default
-                                  recompiles]
+    python benchmarks/recovery.py --out benchmarks/results/FILE.json [--quick] [--only ours asynchronous ours_default
+                                  tuned default recompiles]
 
 All sides train the default model of `jobs.pretrain` with the same step, batch and threads, on three ranks of which two
 may go on, each run on a cluster of its own: a head, and three raylets with room for a worker each. Rounds go from side
@@ -14,13 +14,14 @@ hang         SIGSTOP of a worker. A stock side that has not gone on after a whil
 
 ours     `python -m jobs.pretrain` with a snapshot of every step (`snapshot.every_steps=1`); all else as it comes.
 asynchronous  The same with `cluster.backend=asynchronous`: on CPU, NCCL's behaviour where a rank is lost.
+ours_default  Ours on a Ray that looks after its nodes as it comes, as default's does.
 default  Ray Train's settings as they come: `ScalingConfig(num_workers=(2, 3))`, `FailureConfig(max_failures=-1)`. The
          training function saves a distributed checkpoint every 5 steps, reports it, and begins from the newest.
-tuned    The same with shorter intervals and timeouts, and decisions by current reservations: `recovery_stock.py`.
+tuned    The same with shorter health checks and timeouts, and decisions by current reservations: `recovery_stock.py`.
 
-On the clusters of ours and tuned, Ray looks after its nodes often enough to know in a second of one that is killed; as
-it comes, as under default, it takes some 15. Tuned cannot place anything before; ours goes on after a few seconds where
-Ray says nothing.
+On the clusters of ours, asynchronous and tuned, Ray looks after its nodes every 0.25 s, and knows in a second of one
+that is killed; as it comes, under default and ours_default, it takes some 15. Tuned cannot place anything before; ours
+goes on after a few seconds where Ray says nothing.
 
 Seconds are from the fault to the end of the first step past all that had been finished before: what had to be trained
 again is within. Each side writes a line for every step that has ended; nothing else is asked of it.
@@ -28,6 +29,7 @@ again is within. Each side writes a line for every step that has ended; nothing 
 node_kill_s, worker_kill_s, hang_s     Of ours; `hang_minus_5_steps_s` is less five of the group's median steps.
 *_vs_tuned_stock, *_vs_default_stock   Ratios of medians; the spread is from best over worst to worst over best.
 asynchronous_vs_gloo_*                 Asynchronous' medians over ours.
+ours_default_vs_ours_*, _vs_default_stock_*  Its medians over ours, and over default's.
 first_step_after_death_visible_s       From when Ray's GCS knows of the node's death, looked at every 20 ms.
 regrow_stall_steps                     From the last step of two ranks to the first of three, less one of their median
                                        steps, in those; `regrow_stall_but_restore_steps` leaves out what the new group
@@ -64,7 +66,9 @@ from benchmarks.recovery_samples import (  # noqa: E402
     FAULTS,
     HANG,
     NODE,
+    OF_OURS,
     OURS,
+    OURS_DEFAULT,
     RECOMPILES,
     REGROW,
     SIDES,
@@ -91,14 +95,14 @@ from benchmarks.recovery_steps import resumption  # noqa: E402
 from regrow.drill.processes import send  # noqa: E402
 
 ROUNDS = 5
-QUICK_ROUNDS = {DEFAULT: 1, TUNED: 3, OURS: 5, ASYNCHRONOUS: 5}
+QUICK_ROUNDS = {DEFAULT: 1, TUNED: 3, OURS: 5, ASYNCHRONOUS: 5, OURS_DEFAULT: 5}
 QUICK_FAULTS = {
     DEFAULT: (NODE,),
     TUNED: (WORKER, NODE),
     OURS: (WORKER, NODE, REGROW),
     ASYNCHRONOUS: (WORKER, NODE, REGROW),
+    OURS_DEFAULT: (WORKER, NODE, REGROW),
 }
-BOTH_OF_OURS = (OURS, ASYNCHRONOUS)
 QUICK_ROUNDS_TOGETHER = 3  # rounds of ours in one run, which ends with a hang
 SETTLED_STEPS, QUICK_SETTLED_STEPS = 10, 6  # of a group, before something is done to it
 HANG_WAIT_S = 60.0
@@ -139,10 +143,10 @@ def plan_runs(rounds: dict[str, int], samples: Sequence[Sample], *, quick: bool)
     runs = []
     while any(left.values()):
         for side in SIDES:
-            together = QUICK_ROUNDS_TOGETHER if quick and side in BOTH_OF_OURS else 1
+            together = QUICK_ROUNDS_TOGETHER if quick and side in OF_OURS else 1
             numbers, left[side] = left[side][:together], left[side][together:]
             planned = [pair for number in numbers for pair in each(number, QUICK_FAULTS[side] if quick else FAULTS)]
-            if quick and side in BOTH_OF_OURS and numbers:
+            if quick and side in OF_OURS and numbers:
                 planned.append((numbers[-1], HANG))
             if planned:
                 runs.append(Run(side, tuple(planned)))
@@ -176,7 +180,7 @@ def start_cluster(side: str) -> Cluster:
 
 def start(run: Run, cluster: Cluster, place: Place) -> Side:
     name = f"{run.side}-{run.faults[0][0]}-{os.urandom(2).hex()}"
-    if run.side in BOTH_OF_OURS:
+    if run.side in OF_OURS:
         backend = "asynchronous" if run.side == ASYNCHRONOUS else "auto"
         return Ours(cluster, place.storage, name, [f"cluster.backend={backend}"], side=run.side)
     return Stock(cluster, place.storage, name, corpus=place.corpus, config=place.config, tuned=run.side == TUNED)

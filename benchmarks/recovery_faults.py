@@ -6,7 +6,7 @@ import signal
 import time
 
 from benchmarks.recovery_cluster import Watch
-from benchmarks.recovery_samples import ASYNCHRONOUS, HANG, NODE, OURS, REGROW, WORKER, Sample
+from benchmarks.recovery_samples import HANG, NODE, OF_OURS, REGROW, WORKER, Sample
 from benchmarks.recovery_sides import CHECKPOINT_EVERY_STEPS, MOST_WORKERS, Side, SideFailed, Worker, wait_for
 from benchmarks.recovery_steps import Resumption, median_step_s, newest_group, of_group, resumption
 
@@ -75,7 +75,7 @@ class Trial:
 
     def _wait(self, fault: str, group: int, at: float) -> tuple[Resumption | None, float]:
         """How training went on, and how long it took to see. None for a stock side that bears a hang for too long."""
-        trail, bears = self.side.trail, fault == HANG and self.side.name not in (OURS, ASYNCHRONOUS)
+        trail, bears = self.side.trail, fault == HANG and self.side.name not in OF_OURS
         timeout_s = self.hang_wait_s if bears else RESUME_S
         found: Resumption | None = None
         try:

@@ -7,8 +7,9 @@ from typing import Any
 
 from benchmarks.measure import Result, summary
 
-OURS, ASYNCHRONOUS, TUNED, DEFAULT = "ours", "asynchronous", "tuned", "default"
-SIDES = (DEFAULT, TUNED, OURS, ASYNCHRONOUS)  # in the order of a round
+OURS, ASYNCHRONOUS, OURS_DEFAULT, TUNED, DEFAULT = "ours", "asynchronous", "ours_default", "tuned", "default"
+SIDES = (DEFAULT, TUNED, OURS, ASYNCHRONOUS, OURS_DEFAULT)  # in the order of a round
+OF_OURS = (OURS, ASYNCHRONOUS, OURS_DEFAULT)
 RECOMPILES = "recompiles"
 WORKER, NODE, REGROW, HANG = "worker_kill", "node_kill", "regrow", "hang"
 FAULTS = (WORKER, NODE, REGROW, HANG)  # in the order in which a run meets them
@@ -42,17 +43,19 @@ class Sample:
 
 def summarize(samples: Sequence[Sample], recompiles: Sequence[int]) -> Result:
     """The figures that these samples are enough for."""
-    result = Result(runs={side: [sample.row() for sample in samples if sample.side == side] for side in SIDES})
+    of_side = {side: [sample for sample in samples if sample.side == side] for side in SIDES}
+    result = Result(runs={side: [sample.row() for sample in found] for side, found in of_side.items()})
     result.runs[RECOMPILES] = list(recompiles)
-    ours = [sample for sample in samples if sample.side == OURS]
+    ours = of_side[OURS]
     for fault in (NODE, WORKER, HANG, REGROW):
         add(result, f"{fault}_s", seconds(ours, fault))
         for side, kind in ((TUNED, "tuned_stock"), (DEFAULT, "default_stock")):
-            theirs = [sample for sample in samples if sample.side == side]
+            theirs = of_side[side]
             add_peer(result, side, fault, theirs)
             if fault in (NODE, WORKER):
                 add_ratio(result, f"{fault}_vs_{kind}", seconds(ours, fault), seconds(theirs, fault))
-    add_asynchronous(result, ours, [sample for sample in samples if sample.side == ASYNCHRONOUS])
+    add_another(result, ASYNCHRONOUS, of_side[ASYNCHRONOUS], {"gloo": ours})
+    add_another(result, OURS_DEFAULT, of_side[OURS_DEFAULT], {"ours": ours, "default_stock": of_side[DEFAULT]})
     visible = [sample for sample in of_fault(ours, NODE) if sample.new_step_s and sample.visible_s]
     add(result, "first_step_after_death_visible_s", [after_visible_s(sample) for sample in visible])
     hangs = [(sample.new_step_s, sample.step_s) for sample in of_fault(ours, HANG)]
@@ -103,14 +106,15 @@ def add_ratio(result: Result, name: str, ours: list[float], theirs: list[float])
         result.spread[name] = [min(ours) / max(theirs), max(ours) / min(theirs)]
 
 
-def add_asynchronous(result: Result, gloo: Sequence[Sample], theirs: Sequence[Sample]) -> None:
-    """Ours where a dead peer raises nothing, as on NCCL, against ours on gloo."""
+def add_another(result: Result, side: str, samples: Sequence[Sample], beside: Mapping[str, Sequence[Sample]]) -> None:
+    """Ours in another way, against other sides."""
     for fault in (NODE, WORKER):
-        add(result, f"asynchronous_{fault}_s", seconds(theirs, fault))
-        add_ratio(result, f"asynchronous_vs_gloo_{fault}", seconds(theirs, fault), seconds(gloo, fault))
-    lost = [sample.lost_steps for sample in theirs if sample.lost_steps is not None]
+        add(result, f"{side}_{fault}_s", seconds(samples, fault))
+        for name, theirs in beside.items():
+            add_ratio(result, f"{side}_vs_{name}_{fault}", seconds(samples, fault), seconds(theirs, fault))
+    lost = [sample.lost_steps for sample in samples if sample.lost_steps is not None]
     if lost:
-        result.figures["asynchronous_lost_steps_max"] = max(lost)
+        result.figures[f"{side}_lost_steps_max"] = max(lost)
 
 
 def add_peer(result: Result, side: str, fault: str, samples: Sequence[Sample]) -> None:

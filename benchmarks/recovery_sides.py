@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.recovery_cluster import LOOK_S, WORKER_CPUS, Cluster, set_in_environment
-from benchmarks.recovery_samples import DEFAULT, OURS, TUNED
+from benchmarks.recovery_samples import DEFAULT, OURS, OURS_DEFAULT, TUNED
 from benchmarks.recovery_steps import Step, Trail
 
 from regrow.drill.processes import send
@@ -184,7 +184,7 @@ def step_of_stock(row: dict[str, Any]) -> Step:
 def environment_of(side: str) -> dict[str, str]:
     """What the cluster's processes and the driver are to have in their environment."""
     found = {"PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}", "PYTHONDONTWRITEBYTECODE": ""}  # new processes start sooner
-    if side != DEFAULT:
+    if side not in (DEFAULT, OURS_DEFAULT):
         found |= FAST_NOTICE
     return found | TUNED_ENV if side == TUNED else found
 

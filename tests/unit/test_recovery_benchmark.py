@@ -162,6 +162,32 @@ def test_figures_are_medians_and_their_ratios(samples: ModuleType) -> None:
     assert result.peers["default_hang_s"] == {"not_within_s": [60.0]}
 
 
+def test_ours_on_ray_as_it_comes_is_put_beside_ours_and_beside_ray_train_as_it_comes(samples: ModuleType) -> None:
+    measured = [
+        *(sample(samples, "ours", "node_kill", seconds) for seconds in (1.5, 2.0, 4.0)),
+        *(sample(samples, "ours_default", "node_kill", seconds, lost_steps=1) for seconds in (3.0, 5.0, 6.0)),
+        *(sample(samples, "default", "node_kill", seconds) for seconds in (50.0, 80.0)),
+    ]
+    result = samples.summarize(measured, [])
+    figures = {name: value for name, value in result.figures.items() if name.startswith("ours_default")}
+    assert figures == pytest.approx(
+        {
+            "ours_default_node_kill_s": 5.0,
+            "ours_default_vs_ours_node_kill": 2.5,
+            "ours_default_vs_default_stock_node_kill": 5.0 / 65.0,
+            "ours_default_lost_steps_max": 1,
+        }
+    )
+    assert result.spread["ours_default_vs_default_stock_node_kill"] == pytest.approx([3.0 / 80.0, 6.0 / 50.0])
+    assert len(result.runs["ours_default"]) == 3
+
+
+def test_ray_looks_after_its_nodes_as_it_comes_for_the_two_sides_that_say_so(benchmark: ModuleType) -> None:
+    of_side = {side: benchmark.environment_of(side) for side in benchmark.SIDES}
+    hurried = [side for side, found in of_side.items() if any("health_check_period" in name for name in found)]
+    assert hurried == ["tuned", "ours", "asynchronous"]
+
+
 def test_a_side_alone_gives_its_own_figures(samples: ModuleType) -> None:
     result = samples.summarize([sample(samples, "tuned", "node_kill", 8.0)], [])
     assert result.figures == {}
@@ -190,7 +216,9 @@ def test_a_quick_run_has_the_rounds_that_it_promises(benchmark: ModuleType) -> N
         side: [number for run in runs if run.side == side for number, fault in run.faults if fault == "node_kill"]
         for side in benchmark.SIDES
     }
-    assert killed == {"default": [0], "tuned": [0, 1, 2], "ours": [0, 1, 2, 3, 4], "asynchronous": [0, 1, 2, 3, 4]}
+    five = [0, 1, 2, 3, 4]
+    ours = {"ours": five, "asynchronous": five, "ours_default": five}
+    assert killed == {"default": [0], "tuned": [0, 1, 2], **ours}
     ours = [[fault for _, fault in run.faults] for run in runs if run.side == "ours"]
     assert all(faults[-1] == "hang" and faults.count("hang") == 1 for faults in ours)
 
