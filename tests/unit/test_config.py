@@ -17,8 +17,10 @@ from regrow.config.schema import (
     CompileMode,
     Dtype,
     Float8,
+    MixtureStage,
     PipelineSchedule,
     PretrainConfig,
+    RopeScaling,
 )
 from regrow.config.spares import most_workers
 from regrow.config.store import load_run_config, pretrain_config, to_dict
@@ -164,6 +166,9 @@ def test_the_defaults_pass_every_rule() -> None:
         ("train.validation_seqs", -1),
         ("train.nonfinite_skips", -1),
         ("train.nonfinite_rollbacks", -1),
+        ("train.collective_timeout_s", float("inf")),
+        ("cluster.silence_s", float("inf")),
+        ("cluster.cpus_per_worker", float("nan")),
         ("cluster.spare_workers", -1),
         ("cluster.spare_workers", "many"),
         ("cluster.quarantine_failures", -1),
@@ -184,11 +189,18 @@ def test_the_defaults_pass_every_rule() -> None:
         ("model.num_kv_heads", 0),
         ("model.num_kv_heads", -1),
         ("model.num_kv_heads", 3),
+        ("model.ffn_dim", 0),
+        ("model.norm_eps", 0.0),
+        ("model.norm_eps", float("nan")),
+        ("model.rope_theta", 0.0),
         ("data.seq_len", 1),
         ("data.vocab_size", 8192),
         ("data.rows_per_shard", 100),
+        ("data.rows_per_shard", 0),
         ("data.validation_fraction", 0.0),
         ("optim.lr", 0.0),
+        ("optim.eps", -1.0),
+        ("optim.weight_decay", -0.1),
         ("optim.warmup_fraction", 0.8),
         ("optim.beta2", 1.0),
         ("parallel.dp_replicate", 3),
@@ -217,6 +229,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("checkpoint.keep_every_steps", -200),
         ("observe.profile_at_step", 0),
         ("observe.profile_steps", 0),
+        ("observe.peak_tflops", 0.0),
     ],
 )
 def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
@@ -226,6 +239,25 @@ def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:
         check(config)
     assert f"{key}={value}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("factor", 0.0), ("factor", float("inf")), ("low_freq_factor", 0.0), ("high_freq_factor", 1.0)],
+)
+def test_a_scaling_of_rope_divides_by_nothing(name: str, value: float) -> None:
+    config = PretrainConfig()
+    config.model.rope_scaling = RopeScaling(**{name: value})
+    with pytest.raises(ConfigError, match=rf"model\.rope_scaling\.{name}={value} "):
+        check(config)
+
+
+def test_every_number_of_a_mixture_is_one() -> None:
+    config = PretrainConfig()
+    config.data.corpora = {"web": "/data/web"}
+    config.data.mixture = [MixtureStage(0, {"web": float("nan")})]
+    with pytest.raises(ConfigError, match=r"data\.mixture\[0\]\.weights\.web=nan must be a finite number"):
+        check(config)
 
 
 def test_a_cluster_that_is_gone_is_not_waited_for() -> None:

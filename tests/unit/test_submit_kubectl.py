@@ -380,6 +380,18 @@ def test_a_file_that_an_image_of_the_commit_lacks_is_named(tmp_path: Path) -> No
         ("submit.retries=-1", "submit.retries=-1 must be at least 0"),
         ("submit.drain_s=5", "submit.drain_s=5 must be at least 20"),
         ("submit.shm_gb=0", "submit.shm_gb=0 must be positive, or null"),
+        *(
+            (f"submit.{name}={value}", f"submit.{name}={value} must be a finite number")
+            for name in (
+                "head_cpus",
+                "shm_gb",
+                "cpus_per_node",
+                "memory_gb_per_worker",
+                "object_store_gb",
+                "head_memory_gb",
+            )
+            for value in ("nan", "inf")
+        ),
         ("submit.namespace=My_Space", "submit.namespace='My_Space' is no name of a namespace"),
         ("submit.redis_secret=redis", "submit.redis_secret=redis must name a Secret and its key: SECRET/KEY"),
         ("submit.redis_secret=redis/key", "submit.redis_secret=redis/key has no Redis; set submit.redis_address"),

@@ -2,7 +2,8 @@
 
 import re
 import textwrap
-from math import gcd, lcm, prod
+from dataclasses import fields, is_dataclass
+from math import gcd, isfinite, lcm, prod
 from typing import TypedDict
 
 from regrow.config.schema import (
@@ -32,6 +33,8 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
 
     Raises ConfigError (BatchError for the batch) for the first rule that is broken.
     """
+    for each in fields(PretrainConfig):
+        check_finite(each.name, getattr(config, each.name))
     for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint, _observe):
         rule(config)
     optim, cluster, parallel = config.optim, config.cluster, config.parallel
@@ -49,6 +52,20 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
     if parallel.pp > 1:
         _check_replanned(config, table)
     return table
+
+
+def check_finite(key: str, value: object) -> None:
+    """Refuse infinity and NaN wherever they stand in a setting. Raises ConfigError."""
+    if is_dataclass(value):
+        for each in fields(value):
+            check_finite(f"{key}.{each.name}", getattr(value, each.name))
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            check_finite(f"{key}.{name}", each)
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            check_finite(f"{key}[{number}]", each)
+    _need(not isinstance(value, float) or isfinite(value), f"{key}={value} must be a finite number")
 
 
 def _sizes_of_multiples(config: PretrainConfig) -> set[int]:
@@ -83,6 +100,7 @@ def _check_replanned(config: PretrainConfig, table: Table) -> None:
 
 def check_data(config: PretrainConfig) -> None:
     """Check what preparing a corpus depends on, and nothing else. Raises ConfigError."""
+    check_finite("data", config.data)
     _data(config)
 
 
@@ -220,8 +238,10 @@ def _cluster(config: PretrainConfig) -> None:
 
 def _model(config: PretrainConfig) -> None:
     model = config.model
-    for name in ("dim", "num_heads", "num_kv_heads", "num_layers"):
+    for name in ("dim", "num_heads", "num_kv_heads", "num_layers", "ffn_dim"):
         _need(getattr(model, name) >= 1, f"model.{name}={getattr(model, name)} must be at least 1")
+    for name in ("norm_eps", "rope_theta"):
+        _need(getattr(model, name) > 0, f"model.{name}={getattr(model, name)} must be positive")
     _need(
         model.dim % model.num_heads == 0,
         f"model.dim={model.dim} must be a multiple of model.num_heads={model.num_heads}",
@@ -239,6 +259,10 @@ def _model(config: PretrainConfig) -> None:
         f"model.vocab_size={model.vocab_size} is below the tokenizer's data.vocab_size={config.data.vocab_size}; "
         f"set model.vocab_size={config.data.vocab_size} or data.vocab_size={model.vocab_size}",
     )
+    if (scaling := model.rope_scaling) is not None:
+        for name, above in (("factor", 0), ("low_freq_factor", 0), ("high_freq_factor", scaling.low_freq_factor)):
+            value = getattr(scaling, name)
+            _need(value > above, f"model.rope_scaling.{name}={value} must be above {above}")
 
 
 def _data(config: PretrainConfig) -> None:
@@ -246,7 +270,7 @@ def _data(config: PretrainConfig) -> None:
     _need(data.seq_len >= 2, f"data.seq_len={data.seq_len} must be at least 2")
     _need(data.vocab_size >= 512, f"data.vocab_size={data.vocab_size} must be at least 512: bytes, end-of-text, merges")
     _need(
-        data.rows_per_group >= 1 and data.rows_per_shard % data.rows_per_group == 0,
+        data.rows_per_shard >= data.rows_per_group >= 1 and data.rows_per_shard % data.rows_per_group == 0,
         f"data.rows_per_shard={data.rows_per_shard} must be a multiple of data.rows_per_group={data.rows_per_group}",
     )
     _need(
@@ -275,6 +299,8 @@ def _optim(config: PretrainConfig) -> None:
     optim = config.optim
     _need(optim.num_slices >= 1, f"optim.num_slices={optim.num_slices} must be at least 1")
     _need(optim.lr > 0, f"optim.lr={optim.lr} must be positive")
+    for key in ("eps", "weight_decay"):
+        _need(getattr(optim, key) >= 0, f"optim.{key}={getattr(optim, key)} must not be negative")
     for key in ("min_lr_ratio", "warmup_fraction", "decay_fraction"):
         _need(0 <= getattr(optim, key) <= 1, f"optim.{key}={getattr(optim, key)} must be between 0 and 1")
     _need(
@@ -453,7 +479,10 @@ def _pipeline(config: PretrainConfig) -> None:
 
 
 def _observe(config: PretrainConfig) -> None:
-    at, steps = config.observe.profile_at_step, config.observe.profile_steps
+    at, steps, peak = config.observe.profile_at_step, config.observe.profile_steps, config.observe.peak_tflops
+    _need(
+        peak is None or peak > 0, f"observe.peak_tflops={peak} must be positive, or null for what is known or measured"
+    )
     _need(at is None or at >= 1, f"observe.profile_at_step={at} must be at least 1, or null for no profile")
     _need(1 <= steps <= 100, f"observe.profile_steps={steps} must be 1 to 100: a step's trace takes megabytes")
 

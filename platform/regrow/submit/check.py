@@ -12,6 +12,7 @@ from math import ceil
 from pathlib import PurePosixPath
 from typing import Any
 
+from regrow.config.check import check_finite
 from regrow.config.ray_health import LEAST_S
 from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
@@ -49,6 +50,7 @@ OPERATORS_OWN = {  # environment variables that KubeRay's operator refuses in po
 def check_submit(config: SubmitJobConfig) -> None:
     """Check the group `submit` by itself. Raises ConfigError for the first rule that is broken."""
     submit = config.submit
+    check_finite("submit", submit)
     for name, least in (
         ("workers_per_node", 1),
         ("retries", 0),
