@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,15 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from regrow.config.check import check
-from regrow.config.schema import DrillHosts, DrillJobConfig, MixtureStage, PretrainConfig
+from regrow.config.schema import DrillJobConfig, MixtureStage, PretrainConfig
 from regrow.config.spares import most_workers
 from regrow.config.store import CONF_DIR, chosen, pretrain_config, pretrain_overrides, to_dataclass
 from regrow.drill import run
-from regrow.drill.faults import KINDS, check_plan, parse_plan
+from regrow.drill.faults import KINDS, parse_plan
 from regrow.drill.findings import SOUGHT
 from regrow.drill.job import undisturbed_run
 from regrow.drill.log import Record
-from regrow.drill.run import check_memory, keep_plan, plan_of, with_end
+from regrow.drill.run import check_fits, check_memory, check_settings, keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
 from regrow.show.console import Console
 
@@ -61,12 +62,31 @@ def test_a_plan_that_is_shipped_fits_its_cluster_and_its_run(name: str) -> None:
     config = with_end(config, plan)
     check(config)
     last_step = config.train.stop_at_step or config.train.steps
-    apart = config.drill.hosts is DrillHosts.apart
-    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step, apart=apart)
+    check_fits(config, plan, last_step)
+    check_settings(config, plan)
     assert config.drill.name == name
     assert config.run.name == f"drill-{name}"
     assert config.snapshot.every_steps == ("auto" if name == "auto_spacing" else 1)
     assert most_workers(config.cluster) >= config.drill.nodes * config.drill.workers_on_node
+
+
+@pytest.mark.parametrize(
+    ("fault", "setting", "value"),
+    [
+        ("hang_validation rank=1", "train.validate_every_steps", 25),
+        ("hang_snapshot", "snapshot.every_steps", 1),
+        ("corrupt_snapshot", "snapshot.every_steps", 1),
+    ],
+)
+def test_what_never_comes_in_a_run_cannot_be_waited_for(fault: str, setting: str, value: int) -> None:
+    """The drill looked for it for 200 s, and said that the run had broken a promise."""
+    given = (f"drill.plan=['at step 20: kill_worker', 'at step 30: {fault}']", "drill.reference=false")
+    config = composed(*given, f"{setting}=0")
+    plan, _ = plan_of(config)
+    says = f"fault 'at step 30: {fault}' would never happen: {setting}=0; set {setting}={value}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
+        run.run_drill(config)
+    check_settings(composed(*given, f"{setting}={value}"), plan)
 
 
 def test_the_job_is_given_what_differs_and_nothing_else() -> None:

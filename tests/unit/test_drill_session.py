@@ -23,12 +23,12 @@ def test_an_attempt_begins_with_the_nodes_that_faults_have_left_and_not_with_tho
 ):
     records = [
         {"record": "job started", "why": "start"},
-        {"record": "fault", "number": 0, "kind": "kill_node"},
-        {"record": "not injected", "number": 1, "kind": "kill_node"},
-        {"record": "fault", "number": 2, "kind": "return_node"},
-        {"record": "fault", "number": 3, "kind": "kill_node"},
+        {"record": "fault", "number": 0, "kind": "kill_node", "what": "kill_node"},
+        {"record": "not injected", "number": 1, "kind": "kill_node", "what": "kill_node"},
+        {"record": "fault", "number": 2, "kind": "return_node", "what": "return_node"},
+        {"record": "fault", "number": 3, "kind": "kill_node", "what": "kill_node"},
     ]
-    assert nodes_by_now(3, records) == 2
+    assert nodes_by_now(3, records, host_silence_s=10.0) == 2
 
 
 def test_hosts_that_come_and_go_for_long_never_have_the_machines_own_address() -> None:

@@ -24,6 +24,7 @@ from regrow.drill.faults import (
     plan_lines,
     to_json,
 )
+from regrow.drill.session import nodes_by_now
 from regrow.errors import ConfigError
 
 
@@ -37,6 +38,7 @@ def random_faults(**changes: object) -> RandomFaults:
         "nodes": 3,
         "least_nodes": 2,
         "most_nodes": 4,
+        "host_silence_s": 10.0,
     }
     return RandomFaults(**(wanted | changes))  # type: ignore[arg-type]
 
@@ -131,14 +133,46 @@ def test_a_plan_goes_forward() -> None:
 )
 def test_a_plan_must_fit_its_cluster_and_its_run(lines: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        check_plan(parse_plan(lines), nodes=2, max_workers=3, last_step=60, apart=False)
+        check_plan(parse_plan(lines), nodes=2, max_workers=3, last_step=60, apart=False, host_silence_s=10.0)
     check_plan(
         parse_plan(["at step 9: kill_node", "after 3 s: return_node and kill_node node=1"]),
         nodes=2,
         max_workers=3,
         last_step=60,
         apart=False,
+        host_silence_s=10.0,
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes"),
+    [
+        ("", 1),
+        ("kill_after_s=25", 1),
+        ("kill_after_s=2 continue_after_s=3", 1),  # the first is done
+        ("continue_after_s=3", 2),
+        ("continue_after_s=9.9", 2),
+        ("continue_after_s=10", 1),
+    ],
+)
+def test_a_silent_node_stays_that_is_continued_before_ray_gives_it_up(given: str, nodes: int) -> None:
+    """Counted as gone, a plan was refused that names it later, a random one never had enough, and a drill that was
+    gone on with had one node less."""
+    line = f"black_hole_node node=0 {given}".strip()
+    plan = parse_plan([f"at step 10: {line}", "after 20 s: kill_keeper node=1"])
+    fits = {"max_workers": 3, "last_step": 60, "apart": False}
+    if nodes == 2:
+        check_plan(plan, nodes=2, host_silence_s=10.0, **fits)
+    else:
+        with pytest.raises(ConfigError, match="1 are up by then"):
+            check_plan(plan, nodes=2, host_silence_s=10.0, **fits)
+    assert nodes_by_now(2, [{"record": "fault", "kind": "black_hole_node", "what": line}], host_silence_s=10.0) == nodes
+    silent = random_faults(count=3, kinds={line: 1}, nodes=3, least_nodes=2)
+    if nodes == 2:
+        assert len(draw_faults(silent)) == 3
+    else:
+        with pytest.raises(ConfigError, match="keeps 2 nodes"):
+            draw_faults(silent)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(0, 60))

@@ -44,7 +44,7 @@ class Kind:
     does: str
     victim: str = ""
     options: Mapping[str, float | None] = field(default_factory=dict)
-    nodes: int = 0  # how many more nodes there are after it
+    nodes: int = 0  # how many more nodes there are after it, as a rule
     apart: bool = False  # it takes hosts apart
     ranks: int = 0  # fewest of the group that it may befall
     least_nodes: int = 0  # fewest that it is drawn for
@@ -191,6 +191,11 @@ class Fault:
     def option(self, name: str) -> float | None:
         return self.options.get(name, KINDS[self.kind].options[name])
 
+    def nodes(self, host_silence_s: float) -> int:
+        """How many more nodes there are after it, where Ray takes a node for dead that is silent for so long."""
+        back_s = self.options.get("continue_after_s", math.inf) if "kill_after_s" not in self.options else math.inf
+        return 0 if back_s < host_silence_s else KINDS[self.kind].nodes
+
     @property
     def what(self) -> str:
         """The fault without its trigger."""
@@ -223,6 +228,7 @@ class RandomFaults:
     nodes: int  # at the start
     least_nodes: int
     most_nodes: int
+    host_silence_s: float  # after which Ray takes a silent node for dead
     apart: bool = False  # whether faults that take hosts apart are drawn, too
     workers_on_node: int = 1
 
@@ -262,7 +268,9 @@ def plan_lines(faults: Sequence[Fault]) -> list[str]:
     return lines
 
 
-def check_plan(faults: Sequence[Fault], *, nodes: int, max_workers: int, last_step: int, apart: bool) -> None:
+def check_plan(
+    faults: Sequence[Fault], *, nodes: int, max_workers: int, last_step: int, apart: bool, host_silence_s: float
+) -> None:
     """Check a plan against the cluster and the run that it is for. Raises ConfigError for the first mistake."""
     here = nodes
     for fault in faults:
@@ -279,7 +287,7 @@ def check_plan(faults: Sequence[Fault], *, nodes: int, max_workers: int, last_st
             raise ConfigError(f"fault '{line}' names a node that is not there: {here} are up by then, numbered from 0")
         if KINDS[fault.kind].victim == NODE and here == 0:
             raise ConfigError(f"fault '{line}' has no node left to befall")
-        here += KINDS[fault.kind].nodes
+        here += fault.nodes(host_silence_s)
 
 
 def draw_faults(wanted: RandomFaults) -> list[Fault]:
@@ -301,7 +309,7 @@ def draw_faults(wanted: RandomFaults) -> list[Fault]:
         possible = [
             (each, weight)
             for each, weight in choices
-            if wanted.least_nodes <= here + _nodes(each) <= wanted.most_nodes
+            if wanted.least_nodes <= here + _nodes(each, wanted) <= wanted.most_nodes
             and all(may_befall(fault, here * wanted.workers_on_node) for fault in each)
             and all(here >= KINDS[fault.kind].least_nodes for fault in each)
         ]
@@ -312,7 +320,7 @@ def draw_faults(wanted: RandomFaults) -> list[Fault]:
         sums = list(accumulate(weight for _, weight in possible))
         chosen, _ = possible[bisect_right(sums, dice.random() * sums[-1], hi=len(sums) - 1)]
         faults += [replace(chosen[0], at_step=step), *chosen[1:]]
-        here += _nodes(chosen)
+        here += _nodes(chosen, wanted)
         step += low + int(dice.random() * (high - low + 1))
     return faults[: wanted.count]
 
@@ -387,5 +395,5 @@ def _in_order(faults: Sequence[Fault]) -> None:
         last = fault.at_step or last
 
 
-def _nodes(faults: Sequence[Fault]) -> int:
-    return sum(KINDS[fault.kind].nodes for fault in faults)
+def _nodes(faults: Sequence[Fault], wanted: RandomFaults) -> int:
+    return sum(fault.nodes(wanted.host_silence_s) for fault in faults)

@@ -40,7 +40,8 @@ def run_drill(config: DrillJobConfig) -> bool:
     apart = config.drill.hosts is DrillHosts.apart
     if apart:
         check_possible()
-    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=end, apart=apart)
+    check_fits(config, plan, end)
+    check_settings(config, plan)
     check_may_start(config)
     folder = run_folder(config).local_path
     check_memory(config, plan)
@@ -87,6 +88,7 @@ def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
         nodes=drill.nodes,
         least_nodes=drill.least_nodes,
         most_nodes=drill.most_nodes,
+        host_silence_s=drill.host_silence_s,
         apart=drill.hosts is DrillHosts.apart,
         workers_on_node=drill.workers_on_node,
     )
@@ -107,6 +109,32 @@ def with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
             f"train.steps={end} or more, or fewer drill.every_steps"
         )
     return replace(config, train=replace(config.train, stop_at_step=end))
+
+
+def check_fits(config: DrillJobConfig, plan: list[Fault], last_step: int) -> None:
+    """Raises ConfigError where a plan is not for this cluster or a run of so many steps."""
+    check_plan(
+        plan,
+        nodes=config.drill.nodes,
+        max_workers=config.cluster.max_workers,
+        last_step=last_step,
+        apart=config.drill.hosts is DrillHosts.apart,
+        host_silence_s=config.drill.host_silence_s,
+    )
+
+
+def check_settings(config: DrillJobConfig, plan: list[Fault]) -> None:
+    """Raises ConfigError where a fault waits for what is switched off."""
+    snapshots = ("snapshot.every_steps", config.snapshot.every_steps, 1)
+    needs = {
+        "hang_validation": ("train.validate_every_steps", config.train.validate_every_steps, 25),
+        "hang_snapshot": snapshots,
+        "corrupt_snapshot": snapshots,
+    }
+    for fault in plan:
+        if fault.kind in needs and needs[fault.kind][1] == 0:
+            name, _, some = needs[fault.kind]
+            raise ConfigError(f"fault '{fault.when}: {fault.what}' would never happen: {name}=0; set {name}={some}")
 
 
 def check_memory(config: DrillJobConfig, plan: list[Fault]) -> None:

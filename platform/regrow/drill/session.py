@@ -12,7 +12,7 @@ from typing import Any
 
 from regrow.config.ray_health import health_checks
 from regrow.config.schema import DrillHosts, DrillJobConfig
-from regrow.drill.faults import FLIPS, KINDS, Fault
+from regrow.drill.faults import FLIPS, Fault, parse_faults
 from regrow.drill.inject import Injector, NotNow
 from regrow.drill.inject_apart import InjectorApart
 from regrow.drill.job import DrillJob
@@ -63,7 +63,7 @@ class DrillSession:
         """Train until the run's end, until asked to stop, or until nothing happens any more."""
         drill, train = self.config.drill, self.config.train
         self.console.start([], steps=train.steps, stop_at_step=train.stop_at_step)
-        num_nodes = nodes_by_now(drill.nodes, self.record.read())
+        num_nodes = nodes_by_now(drill.nodes, self.record.read(), host_silence_s=drill.host_silence_s)
         self.console.message(f"starting {num_nodes} nodes with room for {drill.workers_on_node} each")
         with _start_nodes(self.config, self.folder, num_nodes) as nodes:
             self.nodes, self.job = nodes, DrillJob(self.config, nodes)
@@ -297,9 +297,10 @@ def _whom(victims: Sequence[Mapping[str, Any]]) -> str:
     return f"({'; '.join(parts)})"
 
 
-def nodes_by_now(at_first: int, records: Sequence[Mapping[str, Any]]) -> int:
+def nodes_by_now(at_first: int, records: Sequence[Mapping[str, Any]], *, host_silence_s: float) -> int:
     """As many as the faults so far have left, of a drill's record; those that could not be have taken none."""
-    return at_first + sum(KINDS[line["kind"]].nodes for line in records if line["record"] == "fault")
+    whats = [line["what"] for line in records if line["record"] == "fault"]
+    return at_first + sum(fault.nodes(host_silence_s) for what in whats for fault in parse_faults(what))
 
 
 def is_in_order(status: int, *, asked: bool) -> bool:
