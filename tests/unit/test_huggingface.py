@@ -1,10 +1,13 @@
 """Weights to Hugging Face's layout and back: the same bits, and the model that config.json describes."""
 
 import json
+import resource
 import shlex
 import shutil
 import uuid
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,13 @@ from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
 from regrow.record.run_folder import checkpoints_of, read_record, write_record
 from regrow.runtime.run_folder import check_may_start, open_run
-from regrow.state.disk.catalog import choose
+from regrow.state.disk import tensors as tensors_module
+from regrow.state.disk.catalog import choose, open_checkpoint
+from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors
+from regrow.state.entries import whole_entry
 from regrow.state.exchange import huggingface, runs
-from regrow.state.exchange.huggingface import hugging_face_name, import_entries, read_model
+from regrow.state.exchange.huggingface import export_weights, hugging_face_name, import_entries, read_model
 from regrow.state.exchange.runs import average_run, export_run, import_of_model, import_run
 from regrow.storage import Storage
 from support.corpus import WordRecipe
@@ -43,6 +49,7 @@ MODELS = {
         name="all-heads", vocab_size=50, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=24, rope_theta=1e4
     ),
 }
+LARGE = ModelConfig(vocab_size=8192, dim=1024, num_layers=6, num_heads=16, num_kv_heads=16, ffn_dim=2816)
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 
 
@@ -148,6 +155,59 @@ def test_large_models_are_split_over_files_with_an_index(tmp_path: Path, monkeyp
     import_run("hf", str(tmp_path / "hf"), str(tmp_path / "again"), start=quiet)
     again = tensors_of(tmp_path / "again")
     assert all(torch.equal(again.whole(name), saved[name]) for name in saved if name.startswith("model/"))
+
+
+def bytes_to_export(checkpoints: Path, to: str, shard_bytes: int) -> int:
+    """That this process takes at the fullest moment of an export, over what it took before."""
+
+    def kibibytes(name: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1])
+
+    huggingface.SHARD_BYTES = shard_bytes
+    tensors_module.GROUP_BYTES = 1  # no neighbours
+    index = open_checkpoint(Storage.at(checkpoints), 0)
+    tensors, before = CheckpointTensors(Storage.at(checkpoints), index, lambda num_bytes: None), kibibytes("VmRSS:")
+    export_weights(tensors, LARGE, Storage.at(to), dtype=Dtype.float32, seq_len=None, end_of_text_id=None)
+    return 1024 * (kibibytes("VmHWM:") - before)
+
+
+def test_a_larger_file_takes_the_memory_of_its_tensors_once(tmp_path: Path) -> None:
+    entries = (whole_entry(f"model/{name}", torch.ones(shape)) for name, shape in parameter_shapes(LARGE).items())
+    save_one_by_one(Storage.at(tmp_path / "run"), entries, scalars={"step": 0}, run_id="x")
+    taken, written = list[int](), list[int]()
+    for shard_bytes in (50_000_000, 400_000_000):
+        folder = tmp_path / str(shard_bytes)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            taken.append(process.submit(bytes_to_export, tmp_path / "run", str(folder), shard_bytes).result())
+        written.append(max(path.stat().st_size for path in folder.iterdir()))
+    assert taken[1] - taken[0] < 1.5 * (written[1] - written[0])
+
+
+def test_files_in_a_store_are_those_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(huggingface, "PIECE_BYTES", 1000)
+    store, folder = Storage.at(f"memory://{uuid.uuid4().hex}/hf"), Storage.at(tmp_path / "hf")
+    for to in (store, folder):
+        _, index = choose(*checkpoints_of(str(tmp_path / "run")))
+        export_run("hf", str(tmp_path / "run"), index, str(to), dtype=Dtype.float32, start=quiet)
+    assert store.list() == folder.list()
+    assert sum(name.endswith(".safetensors") for name in folder.list()) > 2
+    assert all(store.read_bytes(name) == folder.read_bytes(name) for name in folder.list())
+    assert len({(tmp_path / "hf" / name).stat().st_mode for name in folder.list()}) == 1
+
+
+def test_a_disk_that_is_full_is_told_in_a_line_and_leaves_no_file(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"hf/model.safetensors cannot be written"):
+            export(tmp_path / "run", tmp_path / "hf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "hf").iterdir())
 
 
 def test_bfloat16_files_hold_the_nearest_values_and_can_be_imported(tmp_path: Path) -> None:

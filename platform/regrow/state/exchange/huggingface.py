@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from regrow.config.schema import Dtype, ModelConfig, RopeScaling
 from regrow.errors import CheckpointError, first_line
@@ -66,7 +67,7 @@ def export_weights(
     seq_len: int | None,
     end_of_text_id: int | None,
 ) -> None:
-    """Write config.json and the weights, of which a file at a time is in memory.
+    """Write config.json and the weights, of which a file's tensors, once, and what is read beside them are in memory.
 
     config.json comes last: a folder without it is unfinished.
 
@@ -76,8 +77,7 @@ def export_weights(
     files = _plan_files(model, dtype)
     weight_map = {hugging_face_name(name): file for file, names in files.items() for name in names}
     for file, names in files.items():
-        shard = {hugging_face_name(name): tensors.whole(f"model/{name}").to(getattr(torch, dtype)) for name in names}
-        target.write_bytes(file, save(shard, {"format": "pt"}))
+        _write(target, file, tensors, names, dtype)
     if len(files) > 1:
         total = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * ITEM_BYTES[dtype]
         target.write_bytes(INDEX, _to_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
@@ -85,6 +85,30 @@ def export_weights(
     target.write_bytes("generation_config.json", _to_json(special))
     context = {} if seq_len is None else {"max_position_embeddings": seq_len}
     target.write_bytes(CONFIG, _to_json({**_describe(model), **context, "torch_dtype": dtype.value, **special}))
+
+
+def _write(target: Storage, file: str, tensors: CheckpointTensors, names: list[str], dtype: Dtype) -> None:
+    """A file of these weights, complete or not there; one of a store by way of local disk. Raises CheckpointError."""
+    shard = {hugging_face_name(name): tensors.whole(f"model/{name}").to(getattr(torch, dtype)) for name in names}
+    beside = target.local_path if target.is_local else None
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".regrow-export-", dir=beside) as folder:
+        path = Path(folder, file)
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(shard, path, {"format": "pt"})
+        except SafetensorError as error:  # as where the disk is full
+            raise CheckpointError(f"{target / file} cannot be written to {folder}: {first_line(error)}") from error
+        if beside is None:
+            memory = np.memmap(path, np.uint8, "r").data
+            target.write_chunks(file, [memory[at : at + PIECE_BYTES] for at in range(0, len(memory), PIECE_BYTES)])
+            return
+        path.chmod(mode)  # safetensors makes it its user's alone
+        with open(path, "rb") as written:
+            os.fsync(written.fileno())  # its name is on disk with config.json's
+        path.replace(beside / file)
 
 
 def export_tokenizer(target: Storage, tokenizer: bytes, *, end_of_text: str, seq_len: int) -> None:
