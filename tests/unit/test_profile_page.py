@@ -13,7 +13,7 @@ def event(number: int, name: str, start_us: float, end_us: float, device: Device
         thread=1,
         start_us=start_us,
         end_us=end_us,
-        device_type=device,
+        device_type=DeviceType(int(device)),  # equal, and another object, as each is that the profiler makes
         use_device="cuda",
         is_legacy=False,
         stack=[],

@@ -102,7 +102,7 @@ def spent(averages: Iterable[Any], device_type: str) -> list[Spent]:
     CPU."""
     key = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
     if device_type == "cuda":
-        averages = [each for each in averages if each.device_type is DeviceType.CUDA and not each.is_user_annotation]
+        averages = [each for each in averages if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
     found = [Spent(each.key, getattr(each, key) / 1e6, each.count) for each in averages]
     return sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds)
 
