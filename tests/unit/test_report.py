@@ -736,6 +736,24 @@ def test_the_page_is_self_contained_and_shows_what_happened(tmp_path: Path) -> N
     assert "prefers-color-scheme: dark" in html
 
 
+def test_the_page_tells_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    metrics, events = one_loss()
+    events = [each for each in events if each["event"] != "checkpoint"]
+    read_back = event("checkpoint_failed", 300, step=9, detail="crc", generation=2)
+    damaged = event("checkpoint_damaged", 301, step=5, detail="crc", generation=3)
+    written = [event("checkpoint", 290 + step, step=step, generation=2) for step in (5, 9)]
+    for more, said in (
+        ([], "None committed yet"),
+        (written, "The last is of step 9"),
+        ([*written, read_back], "The last is of step 5"),
+        ([*written, read_back, damaged], "2 committed, none is whole"),
+    ):
+        storage = write_run(tmp_path / str(len(more)), metrics, [*events, *more])
+        write_report(storage, config(), now=T0 + 400)
+        html = storage.read_bytes("report.html").decode()
+        assert said in html[html.index("<h2>Checkpoints</h2>") :].partition("</section>")[0]
+
+
 def test_everything_on_the_page_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert('x')</script>&\"\ud800"
     metrics, events = one_loss()

@@ -330,6 +330,8 @@ def test_a_checkpoint_that_cannot_be_gone_back_to_is_not_told() -> None:
         found = status(rows, events, 115)
         assert [each.step for each in found.checkpoints] == [5]
         assert dict(body(found))["checkpoints"].endswith("; 2 steps since")
+    read_back = [*STARTED, *saved, event("checkpoint_failed", 31, step=10, detail="crc", generation=1)]
+    assert [each.step for each in status(ROWS, read_back, 32).checkpoints] == [5]
     written = [*damaged, older, event("checkpoint", 122, step=10, seconds=1.0)]
     assert [each.step for each in status(rows, written, 123).checkpoints] == [10, 5]
 

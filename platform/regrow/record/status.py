@@ -211,7 +211,7 @@ def status_of(
         speed=_speed(rows),
         checkpoints=[
             Saved(each.step, each.time, each.bytes, each.stall_s if each.seconds is None else each.seconds)
-            for each in _committed(history.events)[: -SHOWN - 1 : -1]
+            for each in whole_checkpoints(history.events)[: -SHOWN - 1 : -1]
         ],
         interruptions=history.interruptions[: -SHOWN - 1 : -1],
         causes=dict(Counter(each.cause for each in history.interruptions).most_common()),
@@ -274,17 +274,18 @@ def _alive_at(history: History, formed: int) -> float:
     return max([*rows, *(event.time for event in history.events[formed:] if is_sign_of_life(event))])
 
 
-def _committed(events: Iterable[Event]) -> list[Checkpoint]:
-    """But for those that turned out to be of no use, in order: a group that begins before one could not take it."""
+def whole_checkpoints(events: Iterable[Event]) -> list[Checkpoint]:
+    """What was committed, in order, but for what turned out to be of no use since: as it was read back, as it was
+    to be restored, or as a group began before it."""
     kept: dict[int, Checkpoint] = {}
     for event in events:
         match event:
-            case Checkpoint():
+            case Checkpoint() if is_number(event.step):
                 kept.pop(event.step, None)
                 kept[event.step] = event
-            case CheckpointDamaged():
+            case CheckpointDamaged() | CheckpointFailed():
                 kept.pop(event.step, None)
-            case Generation():
+            case Generation() if is_number(event.start_step):
                 kept = {step: each for step, each in kept.items() if step <= event.start_step}
     return list(kept.values())
 

@@ -16,9 +16,10 @@ import jinja2
 from regrow.errors import BatchError, ConfigError
 from regrow.plan.batch import plan_batch
 from regrow.plan.mixture import UNIT, plan_mixture
-from regrow.record.events import Checkpoint, Generation, Spares, Submitted, cause_words, startup_line
+from regrow.record.events import Generation, Spares, Submitted, cause_words, startup_line
 from regrow.record.history import History
 from regrow.record.ledger import SILENCE_S, STATES, Ledger, on_one_clock
+from regrow.record.status import whole_checkpoints
 from regrow.record.work import units_of
 from regrow.show.timeline import draw_timeline, marks_of
 from regrow.show.units import duration, or_dash, percent, si, size, when
@@ -386,9 +387,11 @@ def _node_snapshots(nodes: Sequence[Mapping[str, Any]]) -> Section:
 
 
 def _checkpoints(report: Mapping[str, Any], history: History) -> Section:
-    last, made = history.newest(Checkpoint), report["checkpoints"]
-    if last is None:
-        return Section("Checkpoints", lines=["None committed yet."])
+    whole, made = whole_checkpoints(history.events), report["checkpoints"]
+    if not whole:
+        lines = ["None committed yet." if not made["committed"] else f"{made['committed']:,} committed, none is whole."]
+        return Section("Checkpoints", lines=lines)
+    last = whole[-1]
     large = f", {size(last.bytes)}" if last.bytes is not None else ""
     lines = [
         f"{made['committed']:,} committed; training waited {duration(made['stall_s'])} for them. "
