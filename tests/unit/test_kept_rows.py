@@ -107,6 +107,25 @@ def test_rows_of_steps_that_others_may_have_trained_again_are_not_kept() -> None
     assert steps(kept.since(0)) == [(4, 8)]
 
 
+def test_rows_are_sent_by_the_clock_of_the_coordinator_that_is_known_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept by rank 1 of a host whose clock is two minutes ahead, and sent as it is rank 0; again at no other time."""
+    now = [100.0]
+    wrong = SimpleNamespace(time=lambda: now[0] + 120.0, monotonic=lambda: now[0] - 77.0)
+    monkeypatch.setattr(kept_rows, "time", wrong)
+    kept = KeptRows()
+    kept.begin(1, 0)
+    for step in (1, 2):
+        now[0] += 10.0
+        kept.add({"generation": 1, "step": step, "time": wrong.time()})
+    now[0] += 10.0
+    kept.begin(2, 2)
+    kept.clock = lambda: now[0]
+    for _ in range(2):
+        assert [row["time"] for row in kept.since(1)] == [110.0, 120.0]
+        assert kept.newest()[0]["time"] == 120.0
+        now[0] += 50.0
+
+
 class Coordinator:
     """Answers when it is asked for answers, and forgets rows when it dies."""
 

@@ -233,7 +233,7 @@ def _announce(
     }
     coordinator = CoordinatorClient(job.coordinator, joined.generation)
     coordinator.start_training(restored.progress.step, details)
-    meter.clock = clock_of(coordinator.now)
+    meter.clock = process.rows.clock = clock_of(coordinator.now)
 
 
 def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:

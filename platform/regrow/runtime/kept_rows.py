@@ -2,13 +2,17 @@
 
 They are in the node's memory, too, beside its snapshots: a process that dies while no coordinator listens leaves them
 to the next one there, which may go on from a snapshot that was newer than the log.
+
+Their time is `time.monotonic()` while they are kept, and the coordinator's once rank 0 sends them: a rank knows that
+clock while it is rank 0 only.
 """
 
 import contextlib
 import json
 import os
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ class KeptRows:
         self._generation = 0
         self._path: Path | None = None
         self._in_file = 0
+        self.clock: Callable[[], float] = time.time  # by which rows are sent
 
     def keep_in(self, folder: Path) -> None:
         """Beside the node's snapshots from now on; with what a process that is gone has left there of the newest
@@ -48,7 +53,7 @@ class KeptRows:
         before, those that it has may be of steps that were trained again without it."""
         if generation > self._generation + 1:
             self._rows.clear()
-        self._generation = generation
+        self._generation, self.clock = generation, time.time
         while self._rows and self._rows[-1]["step"] > start_step:
             self._rows.pop()
         self._write()
@@ -56,6 +61,7 @@ class KeptRows:
     def add(self, row: Mapping[str, Any]) -> None:
         if self._rows and row["step"] != self._rows[-1]["step"] + 1:
             self._rows.clear()
+        row = {**row, "time": time.monotonic()}
         self._rows.append(row)
         if self._path is not None and self._in_file < MOST_IN_FILE:
             self._in_file += 1
@@ -74,11 +80,15 @@ class KeptRows:
 
     def newest(self) -> list[Mapping[str, Any]]:
         """The last one, or none."""
-        return list(self._rows)[-1:]
+        return self._sent(list(self._rows)[-1:])
 
     def since(self, step: int) -> list[Mapping[str, Any]]:
         """One after another up to the newest, from this step on, or from the first that there is."""
-        return [row for row in self._rows if row["step"] >= step]
+        return self._sent(row for row in self._rows if row["step"] >= step)
+
+    def _sent(self, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        ahead_s = self.clock() - time.monotonic()
+        return [{**row, "time": row["time"] + ahead_s} for row in rows]
 
 
 def _is_alive(path: Path) -> bool:
