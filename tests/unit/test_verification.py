@@ -267,6 +267,33 @@ def test_two_units_that_differ_wait_for_a_third_which_tells_which_is_wrong() -> 
     told.form(one(0, "a"), one(2, "c"))  # two are enough again
 
 
+def test_two_units_that_differ_beside_one_of_another_kind_wait_for_a_third_of_theirs() -> None:
+    told = verifying(3, max_workers=5)
+    for step in (10, 11):
+        outcome(told, step, undecided=(0, 1), alone=(2,))
+    assert isinstance(told.control.state, Waiting)
+    told.join(one(0, "a"), one(1, "b"), one(2, "c"))
+    assert told.ask("m0", told.control.generation).formation is None
+    told.form(one(3, "d"))
+    told.begin("abcd")
+    for step in (1, 2):  # that one is of another kind, too
+        outcome(told, step, undecided=(0, 1))
+    told.join(*(one(pid, NODES[pid]) for pid in range(4)))
+    assert told.ask("m0", told.control.generation).formation is None
+    told.form(one(4, "e"))
+    told.begin("abcde")
+    for step in (1, 2):
+        outcome(told, step, odd=(1,))
+    assert [each["nodes"] for each in told.records("corruption")] == [["a", "b"], ["a", "b"], ["b"]]
+
+
+def test_three_units_of_a_kind_that_all_differ_end_the_run() -> None:
+    told = verifying(3, max_workers=4)
+    for step in (10, 11):
+        outcome(told, step, undecided=(0, 1, 2))
+    assert isinstance(told.control.ending, GivenUp)
+
+
 def test_units_that_agree_with_a_third_go_on_and_need_no_third_any_more() -> None:
     told = verifying(2, max_workers=4)
     differing(told)

@@ -119,7 +119,7 @@ class Corruptions:
         self._differ(found, event.step, outcome.num_units, now)
 
     def _differ(self, found: Finding, step: int, num_units: int, now: float) -> None:
-        """Units differ, and it is not known which is wrong."""
+        """Units differ, and it is not known which is wrong. `num_units` has those of other kinds of device, too."""
         group, parts = self._group, named(found.parts, self.verification.mesh.pp)
         nodes = ", ".join(dict.fromkeys(member.node[:12] for member in found.members))
         question = (
@@ -127,8 +127,9 @@ class Corruptions:
             "and there is no third of their kind to tell which is wrong; the state of step "
             f"{found.state_of} is the newest known to be right"
         )
-        sizes = [size for size in group.membership.sizes if self._meshes[size].num_units >= DECIDING_UNITS]
-        if num_units < DECIDING_UNITS and group.in_place and sizes:
+        missing = DECIDING_UNITS - len({part // self.verification.mesh.pp for part in found.parts})
+        sizes = [size for size in group.membership.sizes if self._meshes[size].num_units >= num_units + missing]
+        if missing > 0 and group.in_place and sizes:
             group.failed(Cause.corrupted, f"{parts} differ in step {step}, and a third is to tell", [])
             group.wait_to_decide(min(sizes), question, now)
             return

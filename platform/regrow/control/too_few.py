@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from regrow.control.commands import Outbox
 
-A_THIRD = "leave one of these nodes out, or have three units, and start the same command again"
+A_THIRD = "leave one of these nodes out, or have three units of their kind, and start the same command again"
 YIELD_S = 10.0  # that it waits for workers elsewhere before nodes are used that failed again and again
 
 
