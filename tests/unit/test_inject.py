@@ -66,7 +66,7 @@ def test_an_order_to_flip_bits_is_left_where_the_worker_looks(
     for number, line in enumerate(("flip_weights rank=1", "flip_gradients rank=1 chance=0.5")):
         victim, *_ = injector.inject(number, *parse_plan([f"at step 1: {line}"]), workers, driver=0)
         assert victim["rank"] == 1
-    order = json.loads((tmp_path / "node1" / f"{workers[1]['pid']}.json").read_text())
+    order = json.loads((tmp_path / "node1" / f"{workers[1]['pid']}.gradients.json").read_text())
     assert order == vars(Order(GRADIENTS, chance=0.5))
     (hung,) = injector.inject(2, *parse_plan(["at step 1: hang_validation rank=1"]), workers, driver=0)
     order = json.loads((tmp_path / "node1" / f"{hung['pid']}.hang.json").read_text())
@@ -77,6 +77,24 @@ def test_an_order_to_flip_bits_is_left_where_the_worker_looks(
     injector.tick()
     injector.tick()
     assert [(number, what) for number, what, _ in notes] == [(2, "hangs")]
+
+
+@pytest.mark.parametrize("first_ends_first", [False, True])
+def test_a_rank_is_as_slow_as_the_newest_fault_that_is_not_over_has_it(
+    first_ends_first: bool, injector: Injector, workers: list[dict[str, Any]], notes: Notes, tmp_path: Path
+) -> None:
+    injector.nodes.orders = lambda node: tmp_path  # type: ignore[method-assign]
+    ends, lasts = "for_s=0.05", "for_s=300"
+    do(injector, f"slow_rank rank=1 share=0.5 {ends if first_ends_first else lasts}", workers)
+    do(injector, f"slow_rank rank=1 share=0.2 {lasts if first_ends_first else ends}", workers, number=1)
+
+    def share() -> float:
+        order = Order(**json.loads((tmp_path / f"{workers[1]['pid']}.slow.json").read_text()))
+        return order.share if order.until > time.time() else 0.0
+
+    until(injector, lambda: bool(notes))
+    assert [(number, what) for number, what, _ in notes] == [(0 if first_ends_first else 1, "as fast as before")]
+    assert share() == (0.2 if first_ends_first else 0.5)
 
 
 def test_a_fault_waits_for_a_group_that_it_is_for(injector: Injector, workers: list[dict[str, Any]]) -> None:

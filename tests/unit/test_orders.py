@@ -41,14 +41,16 @@ for phase in (Phase.snapshot, Phase.validation):
 
 def test_an_order_holds_in_later_groups_of_a_process_too_and_what_happens_once_does_not(tmp_path: Path) -> None:
     orders = Orders(tmp_path)
-    assert orders.new() is None
-    order = Order(GRADIENTS, chance=0.5)
+    assert orders.read() == []
+    order, device = Order(GRADIENTS, chance=0.5), Order(DEVICE, token_s=0.1)
     order.leave(tmp_path, os.getpid())
-    assert [orders.new(), orders.new(), Orders(tmp_path).new()] == [order, None, order]
+    assert [orders.read(), orders.read(), Orders(tmp_path).read()] == [[order]] * 3
     Order(WEIGHTS).leave(tmp_path, os.getpid())
-    assert [orders.new(), Orders(tmp_path).new()] == [Order(WEIGHTS), None]
-    Order(DEVICE, token_s=0.1).leave(tmp_path, ALL)
-    assert orders.new() == Order(DEVICE, token_s=0.1)
+    assert [orders.read(), Orders(tmp_path).read()] == [[Order(WEIGHTS), order], [order]]
+    device.leave(tmp_path, ALL)
+    assert orders.read() == [order, device]
+    Order(GRADIENTS).leave(tmp_path, os.getpid())
+    assert orders.read() == [Order(GRADIENTS), device]
 
 
 def test_steps_are_longer_by_a_share_of_what_they_took_without_it_until_its_time_is_over(
@@ -73,7 +75,7 @@ def test_steps_are_longer_by_a_share_of_what_they_took_without_it_until_its_time
     slowness.step(Order(SLOW, share=0.5, until=time.time() - 1.0))
     slowness.compute(64)
     assert len(slept) == 8
-    slowness.step(Order(DEVICE, token_s=0.01))
+    slowness.step(None, Order(DEVICE, token_s=0.01))
     for _ in range(2):
         slowness.compute(64)
     assert slept[8:] == [0.64, 0.64]
@@ -87,6 +89,32 @@ def test_a_drill_s_orders_are_carried_out_before_each_step(tmp_path: Path, monke
     Order(WEIGHTS).leave(tmp_path, os.getpid())
     assert list(flipping(iter([1, 2]), model)) == [1, 2]
     assert (model.weight != 1).sum() == 1
+
+
+def test_what_a_process_suffers_is_not_ended_by_an_order_to_suffer_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, last = nn.Module(), nn.Identity()
+    model.norm, model.stages, model.weight = None, {0: last}, nn.Parameter(torch.ones(2, 2))
+    monkeypatch.setenv(ORDERS, str(tmp_path))
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    hidden = torch.ones(1, 2, 2, requires_grad=True)
+
+    def flips() -> int:
+        hidden.grad = None
+        last(hidden).sum().backward()
+        assert hidden.grad is not None
+        return int((hidden.grad != 1).sum())
+
+    found = []
+    later = [Order(GRADIENTS), Order(SLOW, share=0.5, until=time.time() + 3600.0), Order(WEIGHTS)]
+    later.append(Order(SLOW, share=0.5, until=time.time() - 1.0))
+    for number in flipping(iter(range(5)), model):
+        found.append((flips(), len(slept)))
+        for order in later[number : number + 1]:
+            order.leave(tmp_path, os.getpid())
+    assert found == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 2)]
 
 
 def test_a_process_hangs_in_the_phase_that_it_was_ordered_to_and_in_no_other(tmp_path: Path) -> None:

@@ -44,9 +44,17 @@ class Ordered:
         return [victim, {"what": "node", "node": victim["node"]}]  # which goes once it is found
 
     def _slow_rank(self, scene: "Scene") -> "list[Victim]":
-        share, for_s = scene.option("share"), scene.option("for_s")
-        self._injector.later(for_s, lambda: self._injector.note(scene.number, "as fast as before"))
-        return [self._order(scene, Order(SLOW, share=share, until=time.time() + for_s))]
+        for_s, wrong, victim = scene.option("for_s"), self._injector.wrong, scene.worker(scene.rank)
+        order = Order(SLOW, share=scene.option("share"), until=time.time() + for_s)
+        worker = (victim["node"], victim["pid"], SLOW)
+        wrong.begin(worker, scene.number, lambda: self._order(scene, order))
+
+        def due() -> None:
+            wrong.end(worker, scene.number, lambda: None)  # the order says itself how long it holds
+            self._injector.note(scene.number, "as fast as before")
+
+        self._injector.later(for_s, due)
+        return [victim]
 
     def _hang(self, scene: "Scene") -> "list[Victim]":
         victim = scene.worker(scene.rank)

@@ -24,8 +24,8 @@ class BitFlipper:
     """Flips bits of a model on this rank: of what comes out of its blocks, of that one's gradient, of a weight."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._order, self._dice = model, Order(""), random.Random(0)
-        self._slowness = Slowness()
+        self._model, self._dice, self._slowness = model, random.Random(0), Slowness()
+        self._orders: dict[str, Order] = {}  # by what they are to do
         if isinstance(model.norm, nn.Module):
             model.norm.register_forward_pre_hook(self._before_norm)
         else:  # the rank has earlier stages of a pipeline
@@ -35,8 +35,8 @@ class BitFlipper:
 
     @torch.no_grad()
     def obey(self, order: Order) -> None:
-        """From here on; an order for weights is carried out at once."""
-        self._order = order
+        """From here on, beside what it was ordered before; an order for weights is carried out at once."""
+        self._orders[order.what] = order
         if order.what == WEIGHTS:
             shards = [_local(parameter) for parameter in self._model.parameters() if parameter.ndim > 1]
             shard = max(shards, key=lambda each: each.numel())
@@ -45,7 +45,7 @@ class BitFlipper:
 
     def begin_step(self) -> None:
         """A step is about to begin."""
-        self._slowness.step(self._order if self._order.what in (SLOW, DEVICE) else None)
+        self._slowness.step(self._orders.get(SLOW), self._orders.get(DEVICE))
 
     def _before_norm(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._came_out(inputs[0]), *inputs[1:]
@@ -56,11 +56,11 @@ class BitFlipper:
     def _came_out(self, hidden: Tensor) -> Tensor:
         """What comes out of this rank's last block, as the next one gets it."""
         self._slowness.compute(hidden.shape[:2].numel())
-        if self._order.what not in (GRADIENTS, ACTIVATIONS) or self._dice.random() >= self._order.chance:
-            return hidden
-        self.flipped += 1
-        changed: Tensor = _Flip.apply(hidden, self._order.what == ACTIVATIONS)
-        return changed
+        for order in [self._orders[each] for each in (GRADIENTS, ACTIVATIONS) if each in self._orders]:
+            if self._dice.random() < order.chance:
+                self.flipped += 1
+                hidden = _Flip.apply(hidden, order.what == ACTIVATIONS)
+        return hidden
 
 
 def flipping(batches: Iterator[Batch], model: nn.Module) -> Iterator[Batch]:
@@ -72,7 +72,7 @@ def flipping(batches: Iterator[Batch], model: nn.Module) -> Iterator[Batch]:
 
     def watched() -> Iterator[Batch]:
         for batch in batches:
-            if (order := orders.new()) is not None:
+            for order in orders.read():
                 flipper.obey(order)
             flipper.begin_step()
             yield batch

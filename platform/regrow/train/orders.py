@@ -14,6 +14,7 @@ from statistics import median
 ORDERS = "REGROW_DRILL_ORDERS"
 WEIGHTS, GRADIENTS, ACTIVATIONS = "weights", "gradients", "activations"
 SLOW, HANG, DEVICE = "slow", "hang", "device"
+BEFORE_STEPS = (WEIGHTS, GRADIENTS, ACTIVATIONS, SLOW, DEVICE)
 ALL = "all"  # processes, in the place of a pid
 KEPT = 9  # steps whose median a slow one is longer than
 ASLEEP_S = 0.1
@@ -32,8 +33,8 @@ class Order:
     token_s: float = 0.0  # of DEVICE: a pass takes so long for each of its tokens, as on a device of its own
 
     def leave(self, folder: Path, pid: int | str) -> None:
-        """For a process, which looks before each step, or phase. In place of the order before it."""
-        path = _path(folder, pid, hangs=self.what == HANG)
+        """For a process, which looks before each step, or phase. In place of the one before it to do the same."""
+        path = _path(folder, pid, self.what)
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps(vars(self)))
         os.replace(temporary, path)
@@ -43,18 +44,17 @@ class Orders:
     """Those to this process to compute otherwise than it should."""
 
     def __init__(self, folder: Path) -> None:
-        self._paths = [_path(folder, each, hangs=False) for each in (os.getpid(), ALL)]
-        self._read_at = 0
+        own, of_all = ([_path(folder, each, what) for what in BEFORE_STEPS] for each in (os.getpid(), ALL))
+        self._paths = list(zip(own, of_all, strict=True))
 
-    def new(self) -> Order | None:
-        """One that was not read before, by this object; what happens once is taken away."""
-        path = next((each for each in self._paths if each.exists()), None)
-        if path is None or (written_at := path.stat().st_mtime_ns) == self._read_at:
-            return None
-        self._read_at, order = written_at, Order(**json.loads(path.read_text()))
-        if order.what == WEIGHTS:
-            path.unlink()
-        return order
+    def read(self) -> list[Order]:
+        """One of each kind that is there; what happens once is taken away."""
+        found = [path for paths in self._paths for path in [each for each in paths if each.exists()][:1]]
+        orders = [Order(**json.loads(path.read_text())) for path in found]
+        for path, order in zip(found, orders, strict=True):
+            if order.what == WEIGHTS:
+                path.unlink()
+        return orders
 
 
 class Slowness:
@@ -64,15 +64,15 @@ class Slowness:
         self._took_s: deque[float] = deque(maxlen=KEPT)
         self._stepped_at = self._slept_s = self._owed_s = self._token_s = 0.0
 
-    def step(self, order: Order | None) -> None:
-        """A step is about to begin; `order` is one that makes it longer."""
+    def step(self, slow: Order | None, device: Order | None = None) -> None:
+        """A step is about to begin; these make it longer."""
         now = time.monotonic()
         if self._stepped_at:
             self._took_s.append(now - self._stepped_at - self._slept_s)
         self._stepped_at, self._slept_s = now, 0.0
-        is_slow = order is not None and time.time() < order.until and self._took_s
-        self._owed_s = order.share * median(self._took_s) if order is not None and is_slow else 0.0
-        self._token_s = order.token_s if order is not None else 0.0
+        is_slow = slow is not None and time.time() < slow.until and self._took_s
+        self._owed_s = slow.share * median(self._took_s) if slow is not None and is_slow else 0.0
+        self._token_s = device.token_s if device is not None else 0.0
 
     def compute(self, num_tokens: int) -> None:
         """A pass of the step computes: as slowly as it is to."""
@@ -86,7 +86,7 @@ class Slowness:
 def hang_where_ordered(phase: str) -> None:
     """A phase begins. Where this process was ordered to hang in it, this never returns; its other threads run on."""
     folder = os.environ.get(ORDERS)
-    path = _path(Path(folder), os.getpid(), hangs=True) if folder else None
+    path = _path(Path(folder), os.getpid(), HANG) if folder else None
     if path is None or not path.exists() or Order(**json.loads(path.read_text())).phase != phase:
         return
     hangs_since(path.parent, os.getpid()).touch()
@@ -100,5 +100,5 @@ def hangs_since(folder: Path, pid: int) -> Path:
     return folder / f"{pid}.hangs"
 
 
-def _path(folder: Path, pid: int | str, *, hangs: bool) -> Path:
-    return folder / f"{pid}{'.hang' * hangs}.json"
+def _path(folder: Path, pid: int | str, what: str) -> Path:
+    return folder / f"{pid}.{what}.json"
