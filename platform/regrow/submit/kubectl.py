@@ -163,6 +163,7 @@ _NOT_NOW = re.compile(
     r"""was\ refused|connection\ (refused|reset)|\bEOF\b|time(d\ )?\s?out|no\ such\ host|network\ is\ unreachable
     |no\ route\ to\ host|context\ deadline\ exceeded|client\ connection\ lost|broken\ pipe|server\ closed
     |temporary\ failure|currently\ unable\ to\ handle|too\ many\ requests|shutting\ down|etcdserver|leader\ changed
+    |code\ =\ Unavailable
     |\((ServiceUnavailable|InternalError|Timeout|ServerTimeout|TooManyRequests)\)|unexpected\ server\ response""",
     re.VERBOSE | re.IGNORECASE,
 )
