@@ -9,7 +9,7 @@ from jobs.simulate import main
 
 from regrow.config.plain import to_yaml
 from regrow.config.schema import PretrainConfig
-from regrow.drill.faults import KINDS
+from regrow.drill.faults import DEAD_MOUNT, KINDS, SLOW_RANK, WORKER
 from regrow.errors import ConfigError
 from regrow.record.log import encode
 from regrow.simulate.profile import Profile
@@ -126,6 +126,27 @@ def test_faults_of_drills_are_played_with_what_they_say_or_by_what_came_of_them(
     lines.append({"record": "fault", "kind": "drain_all", "what": "drain_all", "step": 11, "number": 3})
     (tmp_path / "drill.jsonl").write_bytes(b"".join(map(encode, lines)))
     assert plan_of_drill(tmp_path) == []
+
+
+def test_a_victim_that_went_on_once_it_was_continued_is_no_loss(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+
+    def fault(number: int, what: str, **notes: dict[str, Any]) -> None:
+        kind = what.partition(" ")[0]
+        lines.append({"record": "fault", "kind": kind, "what": what, "step": 10 * number, "number": number})
+        for note, fields in notes.items():
+            lines.append({"record": "note", "number": number, "what": note.replace("_", " "), **fields})
+
+    fault(1, "black_hole_node continue_after_s=5", continued={"processes": 4}, looked_at_again={"processes": 4})
+    gone = {"looked_at_again": {"processes": 2}, "node_gone": {"node": "a"}}
+    fault(2, "black_hole_node continue_after_s=30", continued={"processes": 4}, **gone)
+    fault(3, "black_hole_node kill_after_s=5", node_gone={"node": "b"})
+    fault(4, "stop_worker continue_after_s=4", continued={"processes": 1}, looked_at_again={"processes": 1})
+    fault(5, "stop_worker continue_after_s=60", continued={"processes": 0})
+    fault(6, "stop_worker continue_after_s=29", continued={"processes": 1}, looked_at_again={"processes": 0})
+    (tmp_path / "drill.jsonl").write_bytes(b"".join(map(encode, lines)))
+    expected = [Planned(20, "network"), Planned(30, "network"), Planned(50, "hang"), Planned(60, "hang")]
+    assert plan_of_drill(tmp_path) == expected
 
 
 def with_config(folder: Path) -> str:
@@ -293,10 +314,30 @@ def test_faults_that_leave_too_few_workers_for_good_are_one_line(tmp_path: Path)
         predict(profile(), config(), plan, last_step=60, plays=1)
 
 
-def test_every_fault_that_takes_a_node_is_played() -> None:
-    takes = {name for name, kind in KINDS.items() if kind.nodes < 0}
-    assert takes <= {*OF_DRILL, *BY_ITS_EVENTS}
+def test_every_fault_that_takes_a_worker_or_a_node_is_played() -> None:
+    """A slow worker is not taken."""
+    takes = {name for name, kind in KINDS.items() if kind.nodes < 0 or kind.victim == WORKER}
+    takes |= {"kill_controller", "partition_peer", DEAD_MOUNT}  # whose victims are workers, too
+    assert takes - {SLOW_RANK, "slow_worker"} <= {*OF_DRILL, *BY_ITS_EVENTS}
     assert planned("partition_head", 5) == Planned(5, "network")
+
+
+def test_restarts_of_the_whole_group_are_told_as_left_out(tmp_path: Path) -> None:
+    causes = {12: "controller_died", 13: "controller_died", 14: "corrupted"}  # of which two replicas differ
+    of_all = [event("failure", at, cause=cause, detail="", generation=1, ranks=[]) for at, cause in causes.items()]
+    folder = run_with_losses(tmp_path / "a", losses=6, more=of_all)
+    line = {"record": "fault", "kind": "kill_controller", "what": "kill_controller", "step": 2, "number": 0}
+    worker = line | {"kind": "kill_worker", "what": "kill_worker", "step": 10, "number": 1}
+    (tmp_path / "a" / "drill.jsonl").write_bytes(encode(line) + encode(worker))
+    found = replay(folder, config(), plays=2)
+    assert found.predicted.faults == 6  # by its events
+    assert found.left_out == found.to_dict()["left_out"] == {"controller_died": 2, "corrupted": 1}
+    assert "not played again, of all ranks at once: controller_died 2, corrupted 1" in found.lines()
+    rows = [make_row(step, T0 + 10 + step, 1.0, 1 + (step > 5)) for step in range(1, 10)]
+    resumed = [event("submitted", 16), generation(2, 16, 4, 5, "resume")]
+    write(tmp_path / "b", rows, [event("submitted", 0), generation(1, 10, 4, 0, "start"), *resumed])
+    with pytest.raises(ConfigError, match="had no faults but what is not played, resume 1: there is nothing to play"):
+        replay(str(tmp_path / "b"), config())
 
 
 def test_a_run_without_faults_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import math
 import random
 import re
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
 from regrow.errors import ConfigError
-from regrow.record.events import Cause, Generation, Spares
+from regrow.record.events import Cause, Event, Failure, Generation, Spares
 from regrow.record.history import History
 from regrow.record.ledger import of_kind
 from regrow.record.log import Tail
@@ -48,10 +48,8 @@ OF_DRILL = {  # which of the simulator's kinds a drill's faults are; those that 
     "kill_worker": "software",
     "corrupt_snapshot": "software",
     "hang_step": "hang",
-    "hang_first_step": "hang",
     "hang_validation": "hang",
     "hang_snapshot": "hang",
-    "dead_mount": "hang",
     "stop_worker": "hang",
     "kill_node": "host",
     "black_hole_node": "network",
@@ -61,7 +59,11 @@ OF_DRILL = {  # which of the simulator's kinds a drill's faults are; those that 
     "flip_gradients": "sdc",
     "flip_activations": "sdc",
 }
-BY_ITS_EVENTS = ("drain_all", "restart_raylet")  # several faults each: a run with one of them is played by its events
+BY_ITS_EVENTS = (  # several faults each, or as it comes: a run with one of them is played by its events
+    *("drain_all", "restart_raylet", "kill_controller", "partition_peer"),
+    *("hang_first_step", "dead_mount", "flip_weights"),
+)
+OF_ALL = (Cause.controller_died, Cause.corrupted, Cause.nonfinite)  # where no rank is named: all begin anew
 NODE_COMES = "return_node"
 
 
@@ -124,6 +126,7 @@ class Compared:
     predicted: Prediction
     was: Outcome
     run: str = ""
+    left_out: Mapping[str, int] = field(default_factory=dict)  # restarts of the whole group, by their cause
 
     @property
     def points(self) -> dict[str, float]:
@@ -141,6 +144,7 @@ class Compared:
     def to_dict(self) -> dict[str, Any]:
         return {
             "run": self.run,
+            "left_out": dict(self.left_out),
             "predicted": self.predicted.to_dict(),
             "was": asdict(self.was),
             "points": self.points,
@@ -153,6 +157,8 @@ class Compared:
         lines = [
             f"{self.run}: {self.predicted.faults} faults, {self.predicted.plays} plays by {self.predicted.profile}"
         ]
+        if self.left_out:
+            lines.append(f"not played again, of all ranks at once: {_counted(self.left_out)}")
         lines.append(f"{'':24}{'predicted':>12}{'(sd)':>9}{'was':>11}{'points':>9}")
         for name, ratio in self.was.ratios.items():
             if name in mean.ratios:
@@ -212,21 +218,29 @@ def replay(
     """
     run, profile = RunLogs.read(folder), Profile.read(runs or [folder])
     plan = plan_of_drill(local_folder(folder)) or plan_of_run(run)
+    left_out = _not_played(run)
     if not plan:
-        raise ConfigError(f"{folder} had no faults: there is nothing to play again; give a run that was interrupted")
+        but = f" but what is not played, {_counted(left_out)}" if left_out else ""
+        raise ConfigError(
+            f"{folder} had no faults{but}: there is nothing to play again; give a run that was interrupted"
+        )
     last_step = max(run.rows[-1]["step"], *(each.step + 1 for each in plan))
     nodes, per_node = _nodes_at_first(run)
     prediction = predict(
         profile, config, plan, last_step=last_step, plays=plays, seed=seed, nodes=nodes, per_node=per_node
     )
-    return Compared(prediction, Outcome.of(build_report(run.history, run.ledger, config)), folder)
+    return Compared(prediction, Outcome.of(build_report(run.history, run.ledger, config)), folder, left_out)
 
 
 def plan_of_drill(folder: Path) -> list[Planned]:
-    """The faults of a drill's record, by the steps that they came at; none where the folder is no drill's, or some of
-    them are not played one by one."""
+    """The faults of a drill's record, by the steps that they came at, but for those whose victims went on; none where
+    the folder is no drill's, or some of them are not played one by one."""
     path = folder / "drill.jsonl"
-    faults = [line for line in Tail(path).read()[0] if line["record"] == "fault"] if path.exists() else []
+    lines = Tail(path).read()[0] if path.exists() else []
+    notes = [(line["number"], line["what"], line.get("processes")) for line in lines if line["record"] == "note"]
+    ran_on = {number for number, what, processes in notes if what == "looked at again" and processes}
+    stayed = ran_on - {number for number, what, _ in notes if what == "node gone"}
+    faults = [line for line in lines if line["record"] == "fault" and line["number"] not in stayed]
     if any(line["kind"] in BY_ITS_EVENTS for line in faults):
         return []
     options = [dict(OPTION.findall(line.get("what", ""))) for line in faults]
@@ -238,7 +252,8 @@ def plan_of_drill(folder: Path) -> list[Planned]:
 
 
 def planned(kind: str, step: int, options: Mapping[str, float | None] | None = None) -> Planned | None:
-    """A drill's fault as this module has it; None for one that takes no rank and brings no node."""
+    """A drill's fault as this module has it; None for one that takes no rank and brings no node. A victim that is
+    continued later counts as taken: whether it was in time a record says."""
     deadline_s = (options or {}).get("deadline_s") or DRAIN_S
     if kind == NODE_COMES:
         return Planned(step, kind)
@@ -450,7 +465,23 @@ def _first_nodes(run: RunLogs) -> set[str]:
 
 
 def _times_of_faults(run: RunLogs) -> list[tuple[float, str]]:
-    return [(event.time, kind) for event, kind in faults_of(run.history.events)]
+    return [(event.time, kind) for event, kind in faults_of(run.history.events) if not _is_of_all(event)]
+
+
+def _not_played(run: RunLogs) -> dict[str, int]:
+    """Restarts of all ranks at once, by their cause: those of the job, too."""
+    failures = [each.cause for each in of_kind(run.history.events, Failure) if _is_of_all(each)]
+    resumed = [each.cause for each in of_kind(run.history.events, Generation) if each.cause == Cause.resume]
+    return dict(Counter(map(str, failures + resumed)))
+
+
+def _is_of_all(event: Event) -> bool:
+    """Whether all ranks of a group have ended, or gone back, and none of them is lost."""
+    return isinstance(event, Failure) and event.cause in OF_ALL and not event.ranks
+
+
+def _counted(causes: Mapping[str, int]) -> str:
+    return ", ".join(f"{cause} {count}" for cause, count in sorted(causes.items()))
 
 
 def _each(of: Callable[[list[float]], float], outcomes: Sequence[Outcome]) -> Outcome:
