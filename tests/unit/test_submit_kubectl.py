@@ -263,6 +263,9 @@ def test_a_refusal_that_only_quotes_an_outage_is_not_waited_out(cluster: Cluster
     ],
 )
 def test_an_outage_is_one_whatever_it_quotes(line: str) -> None:
+        # of an API server that has lost its etcd
+        'Error from server: rpc error: code = Unavailable desc = connection error: desc = "transport: Error while '
+        'dialing: dial tcp 127.0.0.1:2379: connect: connection refused"',
     assert isinstance(_error("get", 1, line), Unreachable)
 
 
