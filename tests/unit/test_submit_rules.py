@@ -12,6 +12,7 @@ from support.crd import CRD, NEEDS_CRD, rayjob_schema
 from support.submission import CODE, compose, rendered
 
 PLAIN = ("+cluster=h100x64", "+site=eks_p5", "run.name=rules")
+REMOTE = (*PLAIN, "run.storage_path=s3://llama/runs")
 WIDE = ("+cluster=h100x2048", "run.name=rules")  # parallel.tp=4
 KUEUE = (*PLAIN, "submit.queue=kueue")
 VOLCANO = (*PLAIN, "submit.queue=volcano")
@@ -39,9 +40,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (WIDE, "submit.workers_per_node=6", "puts 6 ranks into a pod, .* parallel.tp=4, .*set submit.workers_per_node=4"),
     (PLAIN, "submit.shm_gb=200", "shm_gb=200.0 is too little: .* cluster.min_workers=32 .* lower snapshot.slots"),
     (PLAIN, "snapshot.copies=8", "snapshot.copies=8 has 7 other nodes of 8; lower it, raise cluster.max_workers"),
-    (PLAIN, "data.cache_gb=500", "cache_gb=500 .* submit.disk_gb=200: .*set submit.disk_gb=520 or data.cache_gb=180"),
-    (PLAIN, "submit.disk_gb=30", "data.cache_gb=20 .* submit.disk_gb=30: .*set submit.disk_gb=40 or data.cache_gb=10"),
-    (PLAIN, "submit.disk_gb=10", "data.cache_gb=20 .* submit.disk_gb=10: .*set submit.disk_gb=40$"),
+    (REMOTE, "data.cache_gb=500", "cache_gb=500 .* submit.disk_gb=200: .*set submit.disk_gb=520 or data.cache_gb=180"),
+    (REMOTE, "submit.disk_gb=30", "data.cache_gb=20 .* submit.disk_gb=30: .*set submit.disk_gb=40 or data.cache_gb=10"),
+    (REMOTE, "submit.disk_gb=10", "data.cache_gb=20 .* submit.disk_gb=10: .*set submit.disk_gb=40$"),
     (PLAIN, "submit.grace_s=60", "submit.grace_s=60 ends before .* after 70 s; set submit.grace_s=105 or more"),
     (PLAIN, "submit.idle_timeout_s=60", "=60 must be above the .*; set submit.idle_timeout_s=1080"),
     (PLAIN, "+submit.env.RAY_REDIS_ADDRESS=redis:6379", "is refused by KubeRay's operator .* use submit.redis_address"),
@@ -99,8 +100,22 @@ def test_no_fix_names_a_setting_that_does_not_exist() -> None:
     ],
 )
 def test_what_can_run_is_not_refused(change: str) -> None:
-    arguments = [*PLAIN, "submit.autoscale=false", change]
+    arguments = [*REMOTE, "submit.autoscale=false", change]
     assert broken_rules(compose(arguments), CODE, arguments) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "caches"),
+    [
+        (["run.storage_path=/mnt/runs", "submit.volume_claim=runs"], False),
+        (["run.storage_path=/mnt/runs", "submit.volume_claim=runs", "+data.corpora.web=/mnt/runs/web"], False),
+        (["run.storage_path=/mnt/runs", "submit.volume_claim=runs", "+data.corpora.web=s3://llama/web"], True),
+        (["run.storage_path=s3://llama/runs"], True),
+    ],
+)
+def test_room_for_a_cache_is_asked_for_where_a_corpus_is_remote(where: list[str], caches: bool) -> None:
+    found = broken_rules(compose([*PLAIN, "submit.disk_gb=30", *where]), CODE, [])
+    assert [line.partition("=")[0] for line in found] == ["data.cache_gb"] * caches
 
 
 def test_a_checkout_with_changes_renders_with_a_tag_that_says_so() -> None:

@@ -16,6 +16,7 @@ from regrow.config.check import check_finite
 from regrow.config.ray_health import LEAST_S
 from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
+from regrow.storage import is_remote
 from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes
 from regrow.submit.render import MAX_NAME, Code, autoscales, image_of, job_name
 
@@ -322,7 +323,8 @@ def _room(config: SubmitJobConfig, size: Sizes) -> Iterator[str]:
             "cluster.min_workers, or lower snapshot.slots"
         )
     cache_gb, disk_gb = config.data.cache_gb, submit.disk_gb
-    if cache_gb + OTHER_DISK_GB > disk_gb and _is_below(config.data.cache_dir or "/tmp", "/tmp"):
+    caches = any(map(is_remote, config.data.corpora.values() or [config.run.storage_path]))
+    if caches and cache_gb + OTHER_DISK_GB > disk_gb and _is_below(config.data.cache_dir or "/tmp", "/tmp"):
         smaller = f" or data.cache_gb={disk_gb - OTHER_DISK_GB}" if disk_gb > OTHER_DISK_GB else ""
         yield (
             f"data.cache_gb={cache_gb:g} and {OTHER_DISK_GB} GB for all else do not fit into submit.disk_gb={disk_gb}: "
