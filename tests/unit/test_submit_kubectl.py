@@ -1,6 +1,8 @@
 """What kubectl is asked, in which order, and what becomes of its answers; a stand-in program writes it down."""
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
 from regrow.submit.kubectl import Kubectl, Unreachable, _error
 from regrow.submit.render import Code
+from regrow.submit.submit import check_in_git
 from support.kubernetes import FAILED, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.kubernetes import REFUSED as REFUSED_CONNECTION
 from support.submission import CODE, compose
@@ -260,12 +263,12 @@ def test_a_refusal_that_only_quotes_an_outage_is_not_waited_out(cluster: Cluster
         "Error from server (Timeout): the server was unable to return a response in the time allotted",
         "Unable to connect to the server: dial tcp: lookup api on 10.0.0.2:53: no such host",
         'Get "https://10.0.0.1:6443/api": net/http: TLS handshake timeout',
-    ],
-)
-def test_an_outage_is_one_whatever_it_quotes(line: str) -> None:
         # of an API server that has lost its etcd
         'Error from server: rpc error: code = Unavailable desc = connection error: desc = "transport: Error while '
         'dialing: dial tcp 127.0.0.1:2379: connect: connection refused"',
+    ],
+)
+def test_an_outage_is_one_whatever_it_quotes(line: str) -> None:
     assert isinstance(_error("get", 1, line), Unreachable)
 
 
@@ -360,20 +363,48 @@ def test_a_path_that_pods_have_is_not_refused(change: str) -> None:
     check_may_apply(compose([*READY, *MOUNTED, change]), CODE)
 
 
-def test_a_file_that_an_image_of_the_commit_lacks_is_named(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
+def checkout(folder: Path, *tracked: str) -> None:
+    """A commit of some of the files there."""
+    for arguments in (["init", "--quiet"], ["add", *tracked], ["commit", "--quiet", "--message=a"]):
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
 
+
+def test_a_file_that_an_image_of_the_commit_lacks_is_named(tmp_path: Path) -> None:
     assert untracked("conf", "data", root=tmp_path) == []  # which is no checkout
     (tmp_path / ".gitignore").write_text("*.log\n")
     for name in ("conf/model/a.yaml", "conf/cluster/mine.yaml", "conf/site/mine.yaml", "data/x.log", "notes/x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    git("init", "--quiet")
-    git("add", "conf/model")
-    git("commit", "--quiet", "--message=a")
+    checkout(tmp_path, "conf/model")
     assert untracked("conf", "data", root=tmp_path) == ["conf/cluster/mine.yaml"]  # a site is not the job's
+
+
+def test_a_place_in_the_checkout_is_one_that_git_lists(tmp_path: Path, cluster: Cluster) -> None:
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    for name in ("kept/a.txt", "kept/b/tokenizer.json", "mine/a.txt", "ignored/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+
+    def reading(setting: str, place: str) -> SubmitJobConfig:
+        config = compose(READY)
+        config.data = replace(config.data, **{setting: {"mine": place} if setting == "corpora" else place})
+        return config
+
+    names = {"source": "data.source", "tokenizer": "data.tokenizer", "corpora": "data.corpora.mine"}
+    lacking = ("mine", "mine/a.txt", "mine/*.txt", "file://mine", "ignored", "ignored/a.txt", "gone")
+    has = ("kept", "./kept/", "kept/*.txt", "file://kept/a.txt", "kept/b/tokenizer.json", "s3://llama/a", "/mnt/runs/a")
+    for setting, place in itertools.product(names, [*lacking, *has]):
+        check_in_git(reading(setting, place), tmp_path)  # which is no checkout
+    checkout(tmp_path, "kept")
+    for setting, place in itertools.product(names, [*lacking, "../texts"]):
+        with pytest.raises(ConfigError, match=f"^{re.escape(f'{names[setting]}={place}')} is not in git, so that no "):
+            check_in_git(reading(setting, place), tmp_path)
+    for setting, place in itertools.product(names, has):
+        check_in_git(reading(setting, place), tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.source=\.\./texts is not in git"):
+        act("apply", "data.source=../texts")
+    assert cluster.calls == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 from regrow.config.check import check_finite
 from regrow.config.ray_health import LEAST_S
-from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
+from regrow.config.schema import DataConfig, Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
 from regrow.storage import is_remote
 from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes
@@ -197,13 +197,17 @@ def check_may_apply(config: SubmitJobConfig, code: Code) -> None:
     _check_places(config)
 
 
+def places_read(data: DataConfig) -> list[tuple[str, str | None]]:
+    """The settings that name what a run reads, and what each names."""
+    corpora = [(f"data.corpora.{name}", folder) for name, folder in data.corpora.items()]
+    return [("data.source", data.source), ("data.tokenizer", data.tokenizer), *corpora]
+
+
 def _check_places(config: SubmitJobConfig) -> None:
     """Whether pods have the local folders and files that the run is given."""
     data, mounted = config.data, [config.run.storage_path] if config.submit.volume_claim else []
-    read = [("data.source", data.source), ("data.tokenizer", data.tokenizer)]
-    read += [(f"data.corpora.{name}", folder) for name, folder in data.corpora.items()]
     written = [("data.cache_dir", data.cache_dir), ("parallel.compile_cache", config.parallel.compile_cache)]
-    for settings, places in ((read, [*mounted, IMAGE]), (written, [*mounted, "/tmp"])):
+    for settings, places in ((places_read(data), [*mounted, IMAGE]), (written, [*mounted, "/tmp"])):
         for setting, place in settings:
             path = (place or "").removeprefix("file://")
             if path.startswith(("/", "~")) and not any(_is_below(path, each) for each in places):

@@ -1,9 +1,12 @@
 """What `jobs.submit` does: render, check, and act on Kubernetes or on a running Ray cluster."""
 
+import posixpath
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import yaml
@@ -13,8 +16,8 @@ from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
 from regrow.errors import ConfigError, UnseenError
 from regrow.forecast.settle import settled
-from regrow.record.provenance import git_sha, untracked
-from regrow.submit.check import broken_rules, check_may_apply, check_storage, check_submit
+from regrow.record.provenance import ROOT, git_sha, untracked
+from regrow.submit.check import broken_rules, check_may_apply, check_storage, check_submit, places_read
 from regrow.submit.job_status import use_token
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
@@ -47,6 +50,7 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[
             return 1
         if action is SubmitAction.apply:
             check_may_apply(config, code)
+            check_in_git(config)
         if action is not SubmitAction.diff:  # which starts nothing
             _look_at_corpus(config)
         manifests = render(config, code, arguments)
@@ -83,6 +87,32 @@ def _on_ray(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[[], 
             return 0
     jobs = RayJobs(options.address, config.run.name)
     return _act(jobs, options, start=lambda: jobs.apply(spec))
+
+
+def check_in_git(config: SubmitJobConfig, root: Path = ROOT) -> None:
+    """Refuse what a run would read by a relative path and git does not list: no image of the commit has it.
+
+    Raises ConfigError for the first.
+    """
+    for setting, place in places_read(config.data):
+        path = (place or "").removeprefix("file://")
+        if path and "://" not in path and not path.startswith(("/", "~")) and not _lists(root, path):
+            raise ConfigError(
+                f"{setting}={place} is not in git, so that no image has it; commit it, and build the image from that, "
+                "or name a URI, or a place below run.storage_path (submit.volume_claim mounts it)"
+            )
+
+
+def _lists(root: Path, path: str) -> bool:
+    """Whether git has anything by this path or pattern, in a checkout."""
+    if PurePosixPath(posixpath.normpath(path)).is_relative_to(".."):
+        return False
+    command = ["git", "ls-files", "--", path]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return True
+    return bool(done.stdout.strip())
 
 
 def _look_at_corpus(config: SubmitJobConfig) -> None:
