@@ -70,17 +70,23 @@ def test_a_plan_that_is_shipped_fits_its_cluster_and_its_run(name: str) -> None:
     assert most_workers(config.cluster) >= config.drill.nodes * config.drill.workers_on_node
 
 
+VALIDATING = "train.validate_every_steps=25"  # a drill does not by itself
+
+
 @pytest.mark.parametrize(
     ("fault", "setting", "value"),
     [
         ("hang_validation rank=1", "train.validate_every_steps", 25),
+        ("hang_validation rank=1", "train.validation_seqs", 96),
         ("hang_snapshot", "snapshot.every_steps", 1),
         ("corrupt_snapshot", "snapshot.every_steps", 1),
+        ("kill_keeper", "snapshot.every_steps", 1),
+        ("stop_keeper node=1", "snapshot.every_steps", 1),
     ],
 )
 def test_what_never_comes_in_a_run_cannot_be_waited_for(fault: str, setting: str, value: int) -> None:
     """The drill looked for it for 200 s, and said that the run had broken a promise."""
-    given = (f"drill.plan=['at step 20: kill_worker', 'at step 30: {fault}']", "drill.reference=false")
+    given = (f"drill.plan=['at step 20: kill_worker', 'at step 30: {fault}']", "drill.reference=false", VALIDATING)
     config = composed(*given, f"{setting}=0")
     plan, _ = plan_of(config)
     says = f"fault 'at step 30: {fault}' would never happen: {setting}=0; set {setting}={value}"

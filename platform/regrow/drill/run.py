@@ -125,16 +125,17 @@ def check_fits(config: DrillJobConfig, plan: list[Fault], last_step: int) -> Non
 
 def check_settings(config: DrillJobConfig, plan: list[Fault]) -> None:
     """Raises ConfigError where a fault waits for what is switched off."""
-    snapshots = ("snapshot.every_steps", config.snapshot.every_steps, 1)
-    needs = {
-        "hang_validation": ("train.validate_every_steps", config.train.validate_every_steps, 25),
-        "hang_snapshot": snapshots,
-        "corrupt_snapshot": snapshots,
-    }
-    for fault in plan:
-        if fault.kind in needs and needs[fault.kind][1] == 0:
-            name, _, some = needs[fault.kind]
-            raise ConfigError(f"fault '{fault.when}: {fault.what}' would never happen: {name}=0; set {name}={some}")
+    train, of_validation = config.train, ("hang_validation",)
+    of_snapshots = ("hang_snapshot", "corrupt_snapshot", "kill_keeper", "stop_keeper")
+    for kinds, name, value, some in (
+        (of_validation, "train.validate_every_steps", train.validate_every_steps, 25),
+        (of_validation, "train.validation_seqs", train.validation_seqs, 96),
+        (of_snapshots, "snapshot.every_steps", config.snapshot.every_steps, 1),
+    ):
+        for fault in plan:
+            if fault.kind in kinds and value == 0:
+                line = f"{fault.when}: {fault.what}"
+                raise ConfigError(f"fault '{line}' would never happen: {name}=0; set {name}={some}")
 
 
 def check_memory(config: DrillJobConfig, plan: list[Fault]) -> None:
