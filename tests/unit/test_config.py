@@ -99,6 +99,18 @@ def test_a_mistake_ends_in_one_line_that_names_the_fix(arguments: list[str], lin
     assert time.monotonic() - begun < 30  # a deadline, not a measurement
 
 
+@pytest.mark.parametrize(("argument", "files"), [("~data", ["model"]), ("~model", ["data"])])
+def test_a_group_without_a_file_is_as_the_schema_has_it(argument: str, files: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['jobs.pretrain', {argument!r}]\n"
+        "from regrow.config.store import given_files, given_overrides, pretrain_overrides, run_job\n"
+        "def job(config): print(list(given_files()), pretrain_overrides(config, given_overrides(), given_files()))\n"
+        "run_job(job, name='pretrain')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (f"{files} {[argument]}\n", "")
+
+
 def test_the_users_choice_of_model_wins_over_the_clusters() -> None:
     assert "name: 8b\n" in pretrain("--cfg", "job", "+cluster=h100x64").stdout
     assert "name: 1b\n" in pretrain("--cfg", "job", "+cluster=h100x64", "model=1b").stdout

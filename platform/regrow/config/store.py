@@ -60,7 +60,8 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
         composed.append(config)
         found = HydraConfig.get()
         _given[:] = found.overrides.task
-        _files.update({group: found.runtime.choices[group] for group in ALWAYS})
+        _files.clear()
+        _files.update({group: found.runtime.choices[group] for group in ALWAYS if group in found.runtime.choices})
 
     with leaving(), _mistakes_in_one_line(schema):
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
@@ -133,7 +134,7 @@ def pretrain_overrides(
     if files:
         with _composing(given):
             there = hydra.compose("pretrain", list(given), return_hydra_config=True).hydra.runtime.choices
-        given = [*(f"{group}={file}" for group, file in files.items() if there[group] != file), *given]
+        given = [*(f"{group}={file}" for group, file in files.items() if there.get(group) != file), *given]
     before = to_dict(pretrain_config(given))
     plain, known = dict(_leaves(before)), set(_keys(before))
     groups = {field.name for field in fields(PretrainConfig)}
