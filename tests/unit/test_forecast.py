@@ -451,7 +451,15 @@ def test_the_device_is_what_the_clusters_name_says_or_what_is_given():
         gpu_of(EIGHT, PlanConfig(device="V100"))
 
 
-@pytest.mark.parametrize(("key", "value"), [("workers_per_node", 0), ("network_gb_per_s", 0.0), ("memory_gib", -1.0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("workers_per_node", 0),
+        ("network_gb_per_s", 0.0),
+        ("memory_gib", -1.0),
+        *((key, float("inf")) for key in ("memory_gib", "network_gb_per_s", "keepers_gb_per_s")),
+    ],
+)
 def test_hardware_that_cannot_be_is_refused(key, value):
     config = PlanJobConfig()
     check_plan(config)

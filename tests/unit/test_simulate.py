@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from regrow.config.spares import num_beyond
+from regrow.errors import ConfigError
 from regrow.forecast.estimate import forecasts, gpu_of, network_of
 from regrow.forecast.settle import settled
 from regrow.plan.batch import plan_batch
@@ -438,6 +439,25 @@ def test_a_mistake_is_one_line_that_names_the_fix(arguments: tuple[str, ...], wo
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+@pytest.mark.parametrize("faults", ["llama3", "single"])
+def test_numbers_are_finite(faults: str, value: str) -> None:
+    """Infinite ones ended in a traceback, or in a run without an end."""
+    config = configured("+cluster=h100x64", f"simulate/faults={faults}")
+    simulate = config.simulate
+    names = ("days", "repair", "evict", "sdc", "goal", "mtbf_s", "restart_s", "interval_s", "write_s")
+    for name in names:
+        found = replace(config, simulate=replace(simulate, **{name: float(value)}))
+        with pytest.raises(ConfigError, match=rf"^simulate\.{name}={value} must be a finite number$"):
+            inputs_of(found)
+    mixed = replace(simulate, faults=replace(simulate.faults, mix={"gpu": float(value)}))
+    with pytest.raises(ConfigError, match=rf"^simulate\.faults\.mix\.gpu={value} must be a finite number$"):
+        inputs_of(replace(config, simulate=mixed))
+    with pytest.raises(ConfigError, match=rf"^plan\.memory_gib={value} must be a finite number$"):
+        inputs_of(replace(config, plan=replace(config.plan, memory_gib=float(value))))
+    assert inputs_of(config)
 
 
 def test_help_and_a_whole_study_import_neither_ray_nor_torch() -> None:

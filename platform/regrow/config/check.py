@@ -107,6 +107,7 @@ def check_data(config: PretrainConfig) -> None:
 def check_plan(config: PlanJobConfig | SimulateJobConfig) -> None:
     """Check what jobs.plan and jobs.simulate are told about the hardware. Raises ConfigError."""
     plan, tp = config.plan, config.parallel.tp
+    check_finite("plan", plan)
     _need(plan.workers_per_node >= 1, f"plan.workers_per_node={plan.workers_per_node} must be at least 1")
     _need(plan.network_gb_per_s > 0, f"plan.network_gb_per_s={plan.network_gb_per_s} must be positive")
     _need(plan.keepers_gb_per_s > 0, f"plan.keepers_gb_per_s={plan.keepers_gb_per_s} must be positive")

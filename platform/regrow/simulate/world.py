@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from regrow.config.check import check_plan, topologies, world_sizes
+from regrow.config.check import check_finite, check_plan, topologies, world_sizes
 from regrow.config.plain import CONF_DIR, parse_yaml
 from regrow.config.schema import PolicyConfig, PretrainConfig, SimulateConfig, SimulateJobConfig
 from regrow.config.snapshots import fixed_every_steps, takes_snapshots
@@ -33,7 +33,7 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
     ConfigError for what cannot be, with the fix.
     """
     simulate = config.simulate
-    _check(simulate)
+    _check(config)
     job = job_of(config)
     if not simulate.policy:
         raise ConfigError("simulate.policy is empty; choose some, as simulate/policy=[in_place,restart]")
@@ -141,7 +141,10 @@ def goal_of(simulate: SimulateConfig, job: Job) -> float:
     return simulate.goal if simulate.goal is not None else next(goal for most, goal in GOALS if job.gpus <= most)
 
 
-def _check(simulate: SimulateConfig) -> None:
+def _check(config: SimulateJobConfig) -> None:
+    simulate = config.simulate
+    check_finite("plan", config.plan)
+    check_finite("simulate", simulate)  # figures are texts, which may be infinite
     for name, value, holds, what in (
         ("days", simulate.days, simulate.days > 0, "positive"),
         ("replicas", simulate.replicas, simulate.replicas >= 1, "at least 1"),
