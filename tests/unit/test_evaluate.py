@@ -37,6 +37,7 @@ from regrow.record.run_folder import checkpoints_of, identity, write_record
 from regrow.state.disk.catalog import choose
 from regrow.state.exchange.runs import export_run
 from regrow.storage import Storage
+from support.away import TRIES, Away
 from support.corpus import WordRecipe
 from support.runs import RUN_ID, save_run
 
@@ -98,6 +99,18 @@ def test_the_validation_documents_of_a_corpus_are_the_texts_that_training_never_
     trained = documents.validation_documents(ShardReader(folder, "train"), tokenizer)
     assert len(trained) >= 60 - len(want) - 1
     assert not set(trained) & set(found)
+
+
+def test_documents_of_a_store_that_is_away_for_a_while_are_waited_for(
+    storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second of it ended the evaluation."""
+    monkeypatch.setattr("regrow.storage.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(Away, "of_each", TRIES + 1)
+    Away.refused.clear()
+    folder, config = storage / "data" / "words", DataConfig(cache_dir=str(tmp_path))
+    there = documents._validation(Corpora.at(f"away://{folder}", config))
+    assert there == documents._validation(Corpora.at(folder, config))
 
 
 def test_documents_do_not_depend_on_how_many_rows_are_read_at_a_time(

@@ -23,6 +23,7 @@ from regrow.data.read.shards import ShardReader, read_index
 from regrow.plan.order import Order
 from regrow.record.run_folder import write_record
 from regrow.storage import Storage
+from support.away import TRIES, Away
 from support.corpus import WordRecipe
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +130,34 @@ def test_a_document_is_in_the_index_of_every_shard_that_has_targets_of_it(corpus
 def test_rows_decode_with_their_ends_of_text(corpus: Path) -> None:
     texts = decode_rows(ShardReader(corpus, "train"), np.arange(20))
     assert texts[0].startswith("<|endoftext|>document ")
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second of it ended the command."""
+    monkeypatch.setattr("regrow.storage.time.sleep", lambda seconds: None)
+    layout = BatchLayout(12, 6, 4)
+
+    def seen(location: Path | str) -> list[object]:
+        """Of each, whatever has to be read for it."""
+        corpora = Corpora.at(location, replace(CONFIG, cache_dir=str(tmp_path / "cache")))
+        num_rows = ShardReader(location, "train").num_rows
+        order = Order.of_one(
+            num_rows=num_rows, rows_per_group=CONFIG.rows_per_group, window_rows=layout.window_rows, seed=3
+        )
+        found: list[object] = []
+        for look in (
+            lambda: document_lengths(ShardReader(location, "train"), progress=lambda done, total: None),
+            lambda: decode_rows(ShardReader(location, "train"), np.arange(20)),
+            lambda: rows_of_batch(corpora, layout, order, 1),
+        ):
+            Away.refused.clear()
+            found.append(look())
+        return found
+
+    monkeypatch.setattr(Away, "of_each", TRIES + 1)
+    assert seen(f"away://{corpus}") == seen(corpus)
 
 
 def test_differences_name_what_differs_and_nothing_else(corpus: Path, tmp_path: Path) -> None:

@@ -3,12 +3,9 @@
 import multiprocessing
 import pickle
 from pathlib import Path
-from typing import Any, ClassVar
 
-import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 from regrow.config.schema import DataConfig
 from regrow.data.read.corpora import Corpora
@@ -17,6 +14,7 @@ from regrow.data.read.range_cache import RangeCache
 from regrow.data.read.shards import ShardReader
 from regrow.data.stream.dataset import task_reader
 from regrow.errors import DataError, UnavailableError
+from support.away import TRIES, Away
 from support.corpus import write_rows
 
 
@@ -145,29 +143,6 @@ def test_several_corpora_are_one_row_of_rows(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(corpora)) == corpora
     moved = Corpora.of({"a": folders["a"], "b": str(tmp_path / "b")}, config)
     assert moved.sha256 == corpora.sha256 != Corpora.of({"b": folders["b"], "a": folders["a"]}, config).sha256
-
-
-class Away(LocalFileSystem):
-    """A store that refuses the next `refusals` of what is asked for."""
-
-    protocol = "away"
-    refusals: ClassVar[float] = 0
-    asked: ClassVar[int] = 0
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(path.removeprefix("away://") if isinstance(path, str) else path)
-
-    def _open(self, *args: Any, **options: Any) -> Any:
-        Away.asked += 1
-        if Away.refusals > 0:
-            Away.refusals -= 1
-            raise ConnectionError("the store is away")
-        return super()._open(*args, **options)
-
-
-fsspec.register_implementation("away", Away)
-TRIES = 2  # of one read
 
 
 def away(folder: Path, refusals: float) -> Corpora:

@@ -86,7 +86,7 @@ def expected_digests(config: DrillJobConfig, num_steps: int, console: Console) -
     layout = layout_of(config)
     batches = direct_batches(
         order_of(config, corpora),
-        corpora.reader("train"),
+        corpora.reader("train", retry_s=None),
         layout,
         slices=range(layout.num_slices),
         start_step=0,

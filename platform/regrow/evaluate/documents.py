@@ -148,7 +148,7 @@ def _python_docs() -> list[str]:
 def _validation(corpora: Corpora) -> list[str]:
     """The first validation documents of every corpus, of each as many where it has them."""
     tokenizer = parse_tokenizer(read_tokenizer(corpora), corpora.folders[0])
-    readers = corpora.reader("validation").readers
+    readers = corpora.reader("validation", retry_s=None).readers
     most = -(-MOST_DOCUMENTS // len(readers))
     texts = [text for reader in readers for text in validation_documents(reader, tokenizer, most)]
     if not texts:

@@ -23,6 +23,8 @@ from regrow.plan.mixture import Mixture, plan_mixture
 from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order
 from regrow.storage import Storage
 
+RETRY_S = 1.0  # that a store is asked again for, while its node's other ranks wait: what is patient looks about between
+
 
 @dataclass(frozen=True)
 class Corpora:
@@ -71,12 +73,15 @@ class Corpora:
     def eot_id(self) -> int:
         return self.manifests[0].tokenizer.eot_id
 
-    def reader(self, split: str) -> "CorporaReader":
-        """A reader of the rows of all corpora. Raises DataError where one of them is not there."""
+    def reader(self, split: str, *, retry_s: float | None = RETRY_S) -> "CorporaReader":
+        """A reader of the rows of all corpora; what is not patient itself gives `retry_s` as `ShardReader` has it.
+
+        Raises DataError where one of them is not there.
+        """
         cache = RangeCache(Path(self.cache_folder), self.cache_bytes)
         return CorporaReader(
             [
-                ShardReader(folder, split, None if Storage.at(folder).is_local else cache, manifest)
+                ShardReader(folder, split, None if Storage.at(folder).is_local else cache, manifest, retry_s)
                 for folder, manifest in zip(self.folders, self.manifests, strict=True)
             ]
         )

@@ -85,7 +85,7 @@ class BatchRow:
 
 def rows_of_batch(corpora: Corpora, layout: BatchLayout, order: Order, step: int) -> list[BatchRow]:
     """The rows of the global batch that makes `step`, counted from 1, in the order of their positions."""
-    reader = corpora.reader("train")
+    reader = corpora.reader("train", retry_s=None)
     positions = layout.positions(step - 1, range(layout.num_slices))
     corpus, rows = reader.place(order.locate(positions))
     found: dict[int, BatchRow] = {}

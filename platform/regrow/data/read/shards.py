@@ -35,7 +35,6 @@ from regrow.storage import Storage, may_pass
 COLUMN = "tokens"
 CHECKSUMS = b"regrow.crc32"  # of the row groups, in the footer's key-value metadata
 OPEN_SHARDS = 64  # footers that a reader keeps
-RETRY_S = 1.0  # that a store is asked again for, while its node's other ranks wait: what is patient looks about between
 DOCUMENTS = pa.schema([pa.field("begin", pa.int64(), nullable=False), pa.field("id", pa.string(), nullable=False)])
 
 
@@ -47,14 +46,20 @@ class ShardReader:
     """
 
     def __init__(
-        self, folder: Path | str, split: str, cache: RangeCache | None = None, manifest: Manifest | None = None
+        self,
+        folder: Path | str,
+        split: str,
+        cache: RangeCache | None = None,
+        manifest: Manifest | None = None,
+        retry_s: float | None = None,
     ) -> None:
         """`folder` is a path or a URI; `cache` keeps what is fetched of a remote one on this node.
 
-        Nothing is read where its manifest is given. Raises DataError where the folder holds no finished corpus.
+        A store that fails is asked again for `retry_s` seconds, None: as long as storage does. Nothing is read where
+        its manifest is given. Raises DataError where the folder holds no finished corpus.
         """
         self.storage, self.split, self.cache = Storage.at(folder), split, cache
-        self.storage.retry_s = RETRY_S
+        self.storage.retry_s = retry_s
         self.manifest = manifest or Manifest.load(folder)
         shards = self.manifest.splits[split].shards
         self.num_rows = self.manifest.splits[split].num_rows
@@ -67,7 +72,7 @@ class ShardReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         cache = self.cache and (self.cache.folder, self.cache.limit_bytes)
-        return _open_again, (str(self.storage), self.split, cache)
+        return _open_again, (str(self.storage), self.split, cache, self.storage.retry_s)
 
     def read(self, row_ids: Sequence[int] | NDArray[np.int64]) -> Rows:
         """Rows, uint32[n, seq_len + 1], in the order asked; each row group that they stand in is decoded once.
@@ -156,8 +161,8 @@ class ShardReader:
         return self.cache.get(ranges[-1], fetch)
 
 
-def _open_again(folder: str, split: str, cache: tuple[Path, int] | None) -> ShardReader:
-    return ShardReader(folder, split, RangeCache(*cache) if cache else None)
+def _open_again(folder: str, split: str, cache: tuple[Path, int] | None, retry_s: float | None) -> ShardReader:
+    return ShardReader(folder, split, RangeCache(*cache) if cache else None, retry_s=retry_s)
 
 
 class _Range(io.RawIOBase):
