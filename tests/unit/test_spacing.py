@@ -134,6 +134,42 @@ def test_a_group_that_forms_anew_keeps_what_was_chosen_until_it_has_measured_its
     assert run.spacing.choose(DAY) is None
 
 
+def most_lost(run: Run, every_steps: int) -> int:
+    """What a failure right before a commit costs."""
+    return every_steps + steps_of_commit(commit_s=run.commit_s, step_s=run.step_s) - 1
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["the same group", "another group"])
+def test_what_was_told_last_bounds_what_a_failure_costs_where_commits_alone_take_longer(resumes: bool) -> None:
+    run = Run(Spacing(16), step_s=1.0, commit_s=0.5, added_s=0.1)
+    assert run.train(300, mtbf_s=340.0) == 8
+    assert run.choices[-1].steps_lost == 8
+    if resumes:
+        run.spacing.resumed()
+    run.commit_s = 3.5
+    assert run.train(600, mtbf_s=340.0) == 8
+    assert (run.choices[-1].every_steps, run.choices[-1].before) == (8, 8)
+    assert run.choices[-1].steps_lost == most_lost(run, 8) == 11
+
+
+def test_a_bound_that_is_no_longer_half_as_high_is_told_and_one_that_moves_by_a_step_is_not() -> None:
+    run = Run(Spacing(16), step_s=1.0, commit_s=0.4, added_s=0.3)
+    run.train(200)
+    run.commit_s = 40.0
+    run.train(3000)
+    assert run.choices[-1].steps_lost == most_lost(run, 16) == 55
+    run.commit_s = 0.4
+    assert run.train(3000) == 16
+    assert run.choices[-1].steps_lost == most_lost(run, 16) == 16
+    run = Run(Spacing(16), step_s=1.0, commit_s=0.5, added_s=0.1)
+    run.train(300, mtbf_s=340.0)
+    told = len(run.choices)
+    for commit_s in (1.5, 0.5) * 5:
+        run.commit_s = commit_s
+        assert run.train(600, mtbf_s=340.0) == 8
+    assert [choice.steps_lost for choice in run.choices[told:]] == [9]
+
+
 def test_control_answers_rows_with_the_distance_and_logs_its_changes() -> None:
     told = Told()
     told.form(*(members := [one(1, "a"), one(2, "b")]))

@@ -70,7 +70,7 @@ class Choice:
     """A K, and what it follows from."""
 
     every_steps: int
-    before: int
+    before: int  # the same, where another bound is told alone
     commit_s: float  # from a step's row to the commit of its snapshot
     added_s: float | None  # that a snapshot adds to the steps beside it; None: not known yet
     step_s: float
@@ -88,7 +88,7 @@ class _Beside:
 
 @dataclass
 class Spacing:
-    """Told of steps and commits, in the order of their coming; `choose` says when K changes.
+    """Told of steps and commits, in the order of their coming; `choose` says when K changes, or what a failure costs.
 
     Steps between a commit and the next snapshot have no copies beside them, all others do: so that there are some of
     both, K is at first twice as long as a commit.
@@ -96,6 +96,7 @@ class Spacing:
 
     most_steps_lost: int
     every_steps: int = 0  # 0: nothing is chosen yet
+    _steps_lost: int = 0  # as told last
     _rows: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=4 * KEPT))  # since a commit
     _came: dict[int, float] = field(default_factory=dict)  # when each of them did
     _open: _Beside | None = None  # of the snapshot that was committed within the step that runs
@@ -140,7 +141,8 @@ class Spacing:
         self._open = beside
 
     def choose(self, mtbf_s: float) -> Choice | None:
-        """Another K than before, if one should be; failures come `mtbf_s` apart."""
+        """Another K than before, if one should be, or the same where a failure costs more than was told, or less than
+        half of it; failures come `mtbf_s` apart, in seconds."""
         if not self._commits_s or not (self._alone_s or self._beside):
             return None
         commit_s, added_s = median(self._commits_s), self._added_s()
@@ -157,12 +159,12 @@ class Spacing:
             every_steps = best_every_steps(commit_s=commit_s, most_steps_lost=self.most_steps_lost, **costs)
             saved = share_of_time(self.every_steps or FIRST, **costs) - share_of_time(every_steps, **costs)
             if self._measured and self.every_steps in choices and saved < WORTH:
-                return None
+                every_steps = self.every_steps
             self._measured = True
-        if every_steps == self.every_steps:
-            return None
-        before, self.every_steps = self.every_steps, every_steps
         lost = every_steps + steps_of_commit(commit_s=commit_s, step_s=step_s) - 1
+        if every_steps == self.every_steps and lost <= self._steps_lost <= 2 * lost:
+            return None
+        before, self.every_steps, self._steps_lost = self.every_steps, every_steps, lost
         return Choice(every_steps, before, commit_s, added_s, step_s, mtbf_s, lost)
 
     def _take(self, beside: _Beside, seconds: float, disturbed: bool) -> None:

@@ -389,10 +389,11 @@ class SnapshotFailed(GroupIncident):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSpacing(Event):
-    """Snapshots have another distance from here on, where `snapshot.every_steps=auto`."""
+    """Snapshots have another distance from here on, or a failure costs more or far less, where
+    `snapshot.every_steps=auto`."""
 
     every_steps: int  # from one to the next
-    before: int  # the same until here; 0: nothing was chosen
+    before: int  # steps until here; 0: nothing was chosen
     commit_s: float  # from the end of a step to the commit of its snapshot
     added_s: float | None = None  # that a snapshot adds to the steps beside it; not there: not known yet
     step_s: float  # of a step without a snapshot beside it
