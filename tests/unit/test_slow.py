@@ -209,6 +209,21 @@ def test_all_ranks_are_shown_and_of_many_the_slowest() -> None:
         assert rows[0]["wait_all_s"] < rows[1]["wait_all_s"]
 
 
+def test_nothing_is_shown_of_a_generation_before_it_has_a_reading() -> None:
+    """What the file and the figures had of the generation before was replaced by no ranks at all."""
+    out = Outbox()
+    suspects = Suspects(out)
+    for generation in range(2):
+        suspects.begin()
+        shown = list[list[int]]()
+        for _, now, spent in World(generation, 3, 1.0, 0.02).readings(20):
+            suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+            suspects.show({}, ())
+            shown.append([len(command.ranks) for command in out.take() if isinstance(command, ShowRanks)])
+        assert shown == [[], *[[3]] * (len(shown) - 1)]
+        assert len(shown) > 2
+
+
 def test_thousands_of_nodes_are_asked_bit_by_bit_with_one_number_and_no_more_once_another_group_trains() -> None:
     out = Outbox()
     health = Health(Stalls(30.0, 600.0, 60.0), out, SilentKeepers(out))

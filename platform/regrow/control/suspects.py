@@ -106,8 +106,11 @@ class Suspects:
                 self._clear(suspicion)
 
     def show(self, gpus: Mapping[str, Sequence[GpuReading]], members: Sequence[Member]) -> None:
-        """For people: what ranks spend a step on. `gpus` is what those of each node told, `members` are all ranks."""
+        """For people: what ranks spend a step on, once this generation has a reading. `gpus` is what those of each node
+        told, `members` are all ranks."""
         means = self.ranks.means
+        if not means.workers:
+            return
         shown = means.slowest(len(means.workers) if len(means.workers) <= SHOWN_WHOLE else SHOWN)
         ranks = tuple(self._row(worker, mean, gpus, members) for worker, mean in shown if worker in self._numbers)
         self._out.append(ShowRanks(ranks, tuple(_told(each) for each in self.found.values())))
