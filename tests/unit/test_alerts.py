@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from regrow.config.schema import PretrainConfig
+from regrow.control.cadence import Cadence
+from regrow.record.events import from_row
 from regrow.record.ledger import STATES
-from regrow.show.prometheus import FAMILIES
+from regrow.record.log import METRIC_KEYS
+from regrow.show.prometheus import FAMILIES, Figures
 from support.prometheus import MONITORING, dashboard_expressions, hurried, missing, rules
 from support.submission import rendered
 
@@ -82,6 +86,28 @@ def of_another_process(**told: str) -> dict[str, str]:
     return {name_of(name, 'run="a", WorkerId="w2"'): values for name, values in told.items()}
 
 
+def of_a_restarted_coordinator(*, stepped_at: float, trains: bool = True) -> dict[str, str]:
+    """What a process tells from minute 61 on that takes the place of another one, by its own figures: of a step a
+    minute, where the group trains, and a snapshot every eight minutes."""
+    lines = {"submitted": {}, "generation": {"generation": 1, "start_step": 0, "cause": "start", "world_size": 64}}
+    events = [from_row({"event": name, "time": 0.0, **fields}) for name, fields in lines.items()]
+    cadence = Cadence(every_steps=100, every_minutes=None, automatic=False, mtbf_hours=24.0, now=3660.0)
+    figures, names = Figures(PretrainConfig(), cadence, events, 3660.0, stepped_at=stepped_at), ("step", "snapshot")
+    told: dict[str, list[str]] = {f"last_{name}_timestamp_seconds": [] for name in names}
+    for minute in range(61, 101):
+        if trains and minute > 61:
+            figures.row(dict.fromkeys(METRIC_KEYS, 1.0), 60.0 * minute)
+        if trains and minute % 8 == 5 and minute > 61:
+            figures.snapshot(minute, 60.0 * minute)
+        for name, values in told.items():
+            values.append(f"{figures.values[f'regrow_{name}', '']:.0f}")
+    constant = {"running": 1, "submitted_timestamp_seconds": 1000, "world_size": 64, "target_world_size": 64}
+    return of_another_process(
+        **{name: f"_x61 {' '.join(values)}" for name, values in told.items()},
+        **{name: f"_x61 {value}x39" for name, value in {**constant, "stops_total": 0}.items()},
+    )
+
+
 FLAT_AFTER_60 = {"productive": "0+58x60 3480x120", "down": "0+2x60 120x120"}
 
 
@@ -139,6 +165,15 @@ STORIES = {
             stops_total="_x61 0x118",
         ),
         {at: set() for at in (60, 61, 62, 63, 64, 66, 70, 100, 175)},
+    ),
+    "the coordinator is restarted, and its first snapshot takes minutes": Story(
+        until_60() | of_a_restarted_coordinator(stepped_at=3590.0), {at: set() for at in range(60, 100)}
+    ),
+    "the coordinator of a run that stands still is restarted": Story(
+        until_60()
+        | sound(60, last_step_timestamp_seconds="0+60x50 3000x9")
+        | of_a_restarted_coordinator(stepped_at=3000.0, trains=False),
+        {60: set(), 65: set(), 68: {"RegrowNoProgress"}, 95: {"RegrowNoProgress"}},
     ),
     **{
         f"{event}, then it finished": Story(

@@ -1,5 +1,6 @@
 """The coordinator on the class itself, its keepers in this process: calls in and out, a storage that goes away."""
 
+import itertools
 import json
 import os
 import resource
@@ -7,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,9 +23,11 @@ import ray
 
 from regrow.config.check import check
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.control import health
 from regrow.control.core import Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
+from regrow.control.slow import Spent
 from regrow.control.states import Answer, RowAnswer, Settling
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
@@ -283,6 +287,31 @@ def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(
     made = make(tmp_path)
     assert events_of(made, "coordinator_restarted")
     made.shell.close()
+
+
+def test_a_coordinator_that_is_restarted_tells_metrics_when_the_newest_step_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It told of the time when the job began to train, hours ago, as if no step had come since."""
+    first = make(tmp_path)
+    generation = train(first, Keeper("node"))
+    ended_at = time.time() + 60.0
+    first.row(generation, row(generation, 1) | {"time": ended_at})
+    ended(first)
+    told = defaultdict[str, list[float]](list)
+
+    def instrument(name: str, **of_it: Any) -> SimpleNamespace:
+        def take(value: float, tags: Any) -> None:
+            told[name].append(value)
+
+        return SimpleNamespace(inc=take, set=take)
+
+    restart(monkeypatch)
+    monkeypatch.setattr(module, "ray_metrics", SimpleNamespace(Counter=instrument, Gauge=instrument))
+    config = PretrainConfig(observe=ObserveConfig(tensorboard=False))
+    again = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
+    again.shell.close()
+    assert told["regrow_last_step_timestamp_seconds"][0] == ended_at
 
 
 def test_the_nodes_of_ray_are_fetched_once_a_while_though_every_rank_asks_for_neighbours(
@@ -650,6 +679,28 @@ def test_tensorboard_that_fails_keeps_nothing_from_the_log(tmp_path: Path, monke
     until(lambda: len(read_metrics(Storage.at(tmp_path))) == 2)
     assert ["no more TensorBoard" in note["text"] for note in events_of(made, "note")] == [True]
     made.shell.close()
+
+
+# what ranks spend their time on
+
+
+def test_the_first_file_of_what_ranks_spend_their_time_on_has_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had none, and the next one came half a minute later."""
+    monkeypatch.setattr(health, "READ_S", 0.0)
+    made, keeper, file = make(tmp_path), Keeper("node"), tmp_path / "ranks.json"
+    generation, steps = train(made, keeper), itertools.count(1)
+
+    def is_written() -> bool:
+        step = next(steps)
+        keeper.pulse_of = [Pulse(7, generation, step, 0.0, 0.0, "R", spent=Spent(step, 2.0 * step))]
+        made.row(generation, row(generation, step))
+        return file.exists()
+
+    until(is_written)
+    made.shell.close()
+    assert [each["step_s"] for each in json.loads(file.read_bytes())["ranks"]] == [2.0]
 
 
 # reports

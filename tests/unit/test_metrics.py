@@ -409,6 +409,39 @@ def test_a_restarted_coordinator_knows_from_the_log_what_alerts_ask_for() -> Non
     assert value(figures, "state_seconds_total", "init") == 0
 
 
+def restarted(*later: Event, now: float, stepped_at: float) -> Figures:
+    """Of a job that began to train ten hours ago, whose coordinator is restarted, and was before."""
+    events = [event("submitted", time=T0), generation(1, time=T0 + 10)]
+    events += [event("checkpoint", time=T0 + 35_000, step=999), event("coordinator_restarted", time=T0 + 35_500)]
+    return Figures(make_config(), make_cadence(), [*events, *later], T0 + now, stepped_at=T0 + stepped_at)
+
+
+def test_a_restarted_coordinator_takes_no_snapshot_for_as_old_as_its_job() -> None:
+    """Every commit is of this process' time or of one before, which no log has: ten hours were said to be at risk."""
+    figures = restarted(now=36_000.0, stepped_at=35_990.0)
+    assert value(figures, "last_step_timestamp_seconds") == T0 + 35_990, "or one that stands still would seem to train"
+    figures.row(make_row(1000), T0 + 36_010)
+    assert value(figures, "last_snapshot_timestamp_seconds") == T0 + 36_000
+    figures.row(make_row(1001), T0 + 36_700)
+    assert value(figures, "last_snapshot_timestamp_seconds") == T0 + 36_000, "what does not commit from here on is told"
+
+
+def test_a_coordinator_that_is_restarted_without_a_group_takes_no_snapshot_for_older_either() -> None:
+    failure = event("failure", time=T0 + 35_995, cause="node_silent", generation=1)
+    figures = restarted(failure, now=36_000.0, stepped_at=35_990.0)
+    assert value(figures, "last_step_timestamp_seconds") == T0 + 35_990
+    figures.event(generation(2, 999, "node_silent", time=T0 + 38_000), T0 + 38_000)
+    figures.row(make_row(1000), T0 + 38_010)
+    assert value(figures, "last_snapshot_timestamp_seconds") == T0 + 38_000
+    assert value(figures, "last_checkpoint_timestamp_seconds") == T0 + 35_000 + (38_000 - 35_995)
+
+
+def test_a_step_of_the_job_before_is_none_of_the_job_that_a_restarted_coordinator_goes_on_with() -> None:
+    figures = restarted(event("submitted", time=T0 + 35_999), now=36_000.0, stepped_at=35_990.0)
+    assert value(figures, "last_step_timestamp_seconds") == T0 + 35_999
+    assert ("regrow_last_snapshot_timestamp_seconds", "") not in figures.values
+
+
 def test_a_run_that_is_resumed_after_a_week_has_no_old_checkpoint() -> None:
     week = 7 * 86400.0
     figures = make_figures([event("submitted", time=T0 - week), event("checkpoint", time=T0 - week, step=10)])

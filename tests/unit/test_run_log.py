@@ -20,7 +20,7 @@ from regrow.record.log import (
     LogReader,
     RunLog,
     encode,
-    newest_step,
+    newest_row,
     next_generation,
     read_events,
     read_metrics,
@@ -48,6 +48,11 @@ def make_row(step: int, generation: int = 1, **changes: object) -> dict[str, obj
         "time": 1000.0 + step,
     }
     return row | changes
+
+
+def newest_step(storage: Storage) -> int:
+    row = newest_row(storage)
+    return int(row["step"]) if row else 0
 
 
 def steps_of(storage: Storage) -> list[tuple[int, int]]:

@@ -44,11 +44,14 @@ class Past:
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
     failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps.failed`
+    logged_at: float = 0.0  # when the last step that has a row ended, unix time; 0: none has
 
     @staticmethod
-    def of(events: Sequence[Row], *, generation: int, logged: int, stored: int, restarted: bool) -> "Past":
+    def of(
+        events: Sequence[Row], *, generation: int, logged: int, stored: int, restarted: bool, logged_at: float = 0.0
+    ) -> "Past":
         """From the log's events, oldest first."""
-        past = Past(generation, logged, stored, restarted, _drained(events))
+        past = Past(generation, logged, stored, restarted, _drained(events), logged_at=logged_at)
         if not restarted:
             return past
         events, rollbacks = since_submitted(events), Rollbacks()

@@ -433,12 +433,6 @@ def newest_row(storage: Storage) -> Row | None:
     return None
 
 
-def newest_step(storage: Storage) -> int:
-    """The last step that has a row, 0 where none has; reads the log's end."""
-    row = newest_row(storage)
-    return int(row["step"]) if row else 0
-
-
 def read_events(storage: Storage) -> list[Row]:
     """All events in the order in which they were written, whatever the clocks said; torn lines are skipped."""
     return LogReader(storage).events()

@@ -25,7 +25,7 @@ from regrow.control.verification import Outcome
 from regrow.errors import ResumeError, first_line
 from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
-from regrow.record.log import newest_step, next_generation, read_events
+from regrow.record.log import newest_row, next_generation, positive, read_events
 from regrow.runtime.calls import CoordinatorCalls, Death
 from regrow.runtime.fleet import secret_of_keepers
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
@@ -405,10 +405,17 @@ def _read(folder: Storage, checkpoints: str, *, restarted: bool) -> tuple[list[d
 
     events = patiently(lambda: read_events(folder))
     generation = next_generation(events) - 1
-    logged = patiently(lambda: newest_step(folder)) if generation else 0
+    row = (patiently(lambda: newest_row(folder)) if generation else None) or {"step": 0}
     stored = patiently(lambda: committed_steps(folder / checkpoints))
     newest = stored[0] if stored else NOTHING
-    return events, Past.of(events, generation=generation, logged=logged, stored=newest, restarted=restarted)
+    return events, Past.of(
+        events,
+        generation=generation,
+        logged=int(row["step"]),
+        stored=newest,
+        restarted=restarted,
+        logged_at=positive(row.get("time")),
+    )
 
 
 def _once_there(work: Callable[[], Found], folder: Storage, *, patient: bool) -> Found:

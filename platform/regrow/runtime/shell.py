@@ -90,7 +90,7 @@ class Shell:
         self.publisher.keep_every_steps = config.checkpoint.keep_every_steps
         self.fleet = Fleet(run_id, secret, self.publisher)
         self.metrics = RunMetrics(
-            config, self.control.cadence, events, instruments=instruments, note=lambda text: self._note(text)
+            config, self.control.cadence, events, instruments=instruments, note=self._note, stepped_at=past.logged_at
         )
         self.board = Board(folder, self._writer, self._note, wanted=config.observe.tensorboard)
         self.roll_call = RollCall()

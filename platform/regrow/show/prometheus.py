@@ -83,7 +83,8 @@ FAMILIES = {
         Family("regrow_learning_rate", "of the newest step"),
         Family("regrow_tokens_per_second", "of the newest step, without waiting for snapshots"),
         Family("regrow_mfu_ratio", "FLOPs of the newest step over the devices' peak"),
-        Family("regrow_last_step_timestamp_seconds", "when the newest step ended; before it, when a group formed"),
+        Family("regrow_last_step_timestamp_seconds",
+               "when the newest step ended; before it, when the job was submitted or its first group formed"),
         # which ranks train
         Family("regrow_running", "1 while there is a job of this run, 0 when it has stopped"),
         Family("regrow_world_size", "ranks that train; 0 while no group does"),
@@ -124,7 +125,8 @@ FAMILIES = {
         Family("regrow_snapshots_total", "steps that were committed in the nodes' memory"),
         Family("regrow_snapshot_step", "the newest of them"),
         Family("regrow_last_snapshot_timestamp_seconds",
-               "when it was committed, and later by what passed without a group; before it, when training began"),
+               "when it was committed, and later by what passed without a group; before it, when training began, or "
+               "the coordinator was restarted"),
         Family("regrow_node_snapshot_seconds", "from sealed to copied, a node's newest; of many the slowest", "node"),
         Family("regrow_node_snapshot_check_seconds", "what of it were checksums, by node", "node"),
         Family("regrow_node_snapshot_send_seconds", "what of it was sending to peers, by node", "node"),
@@ -136,7 +138,8 @@ FAMILIES = {
         Family("regrow_checkpoint_step", "the newest one's"),
         Family("regrow_checkpoint_interval_seconds", "expected between two, or to the first one, at the present pace"),
         Family("regrow_last_checkpoint_timestamp_seconds",
-               "when it was committed, and later by what passed without a group; before it, when a group formed"),
+               "when it was committed, and later by what passed without a group; before it, when the job was "
+               "submitted or its first group formed"),
         # what this costs
         Family("regrow_metrics_cpu_seconds_total", "CPU time of keeping and handing over these figures"),
     )
@@ -166,8 +169,17 @@ OF_NODES = {  # the same of `commands.ShowSnapshots`
 class Figures:
     """The numbers themselves: totals of counters since this began, the newest values of what goes up and down."""
 
-    def __init__(self, config: PretrainConfig, cadence: Cadence, events: Sequence[Event], now: float) -> None:
-        """`events` are the run's so far, those of this job included where its coordinator was restarted."""
+    def __init__(
+        self,
+        config: PretrainConfig,
+        cadence: Cadence,
+        events: Sequence[Event],
+        now: float,
+        *,
+        stepped_at: float = 0.0,
+    ) -> None:
+        """`events` are the run's so far, those of this job included where its coordinator was restarted; `stepped_at`
+        is when the newest step that has a row ended, unix time, 0 where none has."""
         self._history = History(newest_rows=1)
         self.values: dict[Key, float] = {
             (family.name, value): 0.0 for family in FAMILIES.values() if family.is_counter for value in family.values
@@ -187,6 +199,9 @@ class Figures:
             self._history.on(event)
             self._see(event, event.time)
         self._history.resume(now)
+        if stepped_at > self.values.get(("regrow_last_step_timestamp_seconds", ""), math.inf):
+            self._set("regrow_last_step_timestamp_seconds", stepped_at)
+        self._move_on("regrow_last_snapshot_timestamp_seconds", math.inf, now)  # no log has the commits before
 
     def row(self, row: Row, now: float) -> None:
         """A step has just ended."""
@@ -345,10 +360,12 @@ class RunMetrics:
         *,
         instruments: Instruments | None,
         note: Callable[[str], None],
+        stepped_at: float = 0.0,
     ) -> None:
-        """`instruments` is `ray.util.metrics`, None to do nothing; `note` is told if no more figures come."""
+        """`instruments` is `ray.util.metrics`, None to do nothing; `note` is told if no more figures come. The newest
+        step that has a row ended at `stepped_at`, unix time; 0: none has."""
         self._run, self._instruments, self._note = config.run.name, instruments, note
-        self._config, self._cadence = config, cadence
+        self._config, self._cadence, self._stepped_at = config, cadence, stepped_at
         self._events = events if instruments is not None else ()  # until the figures are made of them
         self._made: dict[str, Any] = {}  # counters and gauges by name
         self._handed: dict[Key, float] = {}  # what Ray knows of counters
@@ -358,7 +375,7 @@ class RunMetrics:
     @cached_property
     def _figures(self) -> Figures:
         events, self._events = [from_row(event) for event in self._events], ()
-        return Figures(self._config, self._cadence, events, time.time())
+        return Figures(self._config, self._cadence, events, time.time(), stepped_at=self._stepped_at)
 
     def row(self, row: Row) -> None:
         self._take(lambda figures, now: figures.row(row, now))
