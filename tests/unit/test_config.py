@@ -86,6 +86,8 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         (["run.name=../x"], "run.name='../x'"),
         (["+data.corpora.x=y", "model.rope_scaling.factor=8"], "model.rope_scaling.factor: model.rope_scaling is null"),
         (["train.steps"], "train.steps"),
+        (["data=null"], "a group of files takes the name of one: data=NAME in place of data=null"),
+        (["+cluster=1", "model=8b"], "a group of files takes the name of one: cluster=NAME in place of cluster=1"),
     ],
 )
 def test_a_mistake_ends_in_one_line_that_names_the_fix(arguments: list[str], line: str) -> None:

@@ -32,6 +32,7 @@ STARTED_AT = time.time()  # of the program, but for the interpreter
 CONF_DIR = Path(__file__).parents[3] / "conf"
 
 BELOW_NULL = "Unexpected type for root"  # what omegaconf asserts of a key below a structured node that is null
+NO_NAME = "Config group override must be a string"  # what hydra says of data=null
 ALWAYS = ("model", "data")  # groups of which one file is chosen by default
 CHOICES = (*ALWAYS, "cluster")  # groups of which a job's arguments choose a file
 
@@ -86,10 +87,10 @@ def _mistakes_in_one_line(schema: type[PretrainConfig]) -> Iterator[None]:
             raise
         # omegaconf trips over merging a mapping into a structured node that is null
         sys.exit(f"error: {key[1]} is null and cannot be given as a mapping here; set it in a file of its group")
-    except AssertionError as error:
-        if BELOW_NULL not in str(error):
+    except (AssertionError, ValueError) as error:
+        if (mistake := _mistake_in(sys.argv[1:], error)) is None:
             raise
-        sys.exit(f"error: {_below_null(sys.argv[1:])}")
+        sys.exit(f"error: {mistake}")
 
 
 def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) -> Config:  # type: ignore[assignment]
@@ -163,10 +164,10 @@ def _composing(arguments: Sequence[str]) -> Iterator[None]:
             yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
-    except AssertionError as error:
-        if BELOW_NULL not in str(error):
+    except (AssertionError, ValueError) as error:
+        if (mistake := _mistake_in(arguments, error)) is None:
             raise
-        raise ConfigError(_below_null(arguments)) from error
+        raise ConfigError(mistake) from error
 
 
 def load_run_config(folder: Path | str) -> PretrainConfig:
@@ -188,6 +189,17 @@ def to_dict(config: PretrainConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(container, dict)
     return cast(dict[str, Any], container)
+
+
+def _mistake_in(arguments: Sequence[str], error: Exception) -> str | None:
+    """What is wrong with the arguments of which hydra or omegaconf says this in a way of its own; else None."""
+    if NO_NAME in str(error):
+        return "a group of files takes the name of one: " + " ".join(
+            f"{group}=NAME in place of {group}={value}"
+            for group, equals, value in (each.lstrip("+").partition("=") for each in arguments)
+            if equals and (CONF_DIR / group).is_dir() and not isinstance(yaml.safe_load(value), str)
+        )
+    return _below_null(arguments) if BELOW_NULL in str(error) else None
 
 
 def _below_null(arguments: Sequence[str]) -> str:
