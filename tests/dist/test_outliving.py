@@ -214,10 +214,10 @@ LAYOUTS = {
     ("fault", "layout"),
     [
         *((fault, "fsdp") for fault in (die, be_told_alone, fail_alone)),
-        *((be_told_alone, "hsdp"), (die, "tp")),
+        *((be_told_alone, "hsdp"), (die, "tp"), (die, "cp")),
         *(pytest.param(fault, "hsdp", marks=pytest.mark.long) for fault in (die, fail_alone)),
         *(pytest.param(fault, "tp", marks=pytest.mark.long) for fault in (be_told_alone, fail_alone)),
-        *(pytest.param(fault, "cp", marks=pytest.mark.long) for fault in (die, be_told_alone)),
+        pytest.param(be_told_alone, "cp", marks=pytest.mark.long),
     ],
 )
 def test_a_broken_step_is_believed_by_nobody(fault: Fault, layout: str, tmp_path: Path) -> None:

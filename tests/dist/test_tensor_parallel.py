@@ -181,8 +181,7 @@ def test_float8_trains_as_it_does_on_ranks_that_share_nothing(recipe, compiled):
     assert graphs == (1 if compiled else 0)  # one for all blocks
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dp_replicate", [1, 2])
+@pytest.mark.parametrize("dp_replicate", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_another_group_traces_nothing_again(tmp_path, dp_replicate):
     parallel = ParallelConfig(tp=2, dp_replicate=dp_replicate, compile=True, compile_backend="aot_eager")
     training = Training(MODEL, parallel, OPTIM, num_steps=3)
