@@ -68,14 +68,13 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
     end_of_float8 = float8_steps(config.parallel, config.train.steps)
     until = min(last_step, end_of_float8) if progress.step < end_of_float8 else last_step  # this generation
-    unit, num_units = topology.unit_of(joined.rank), topology.mesh.num_units
+    unit, units = topology.unit_of(joined.rank), topology.mesh.num_units
     patience = _patience(process, joined, breaker)
-    validation = Validation(
-        config, job.corpora, device=process.device, unit=unit, num_units=num_units, patience=patience
-    )
+    validation = Validation(config, job.corpora, device=process.device, unit=unit, num_units=units, patience=patience)
     process.rows.begin(joined.generation, progress.step)
     place = Coordinates(topology.mesh, joined.rank)
-    hooks = GenerationHooks(process, joined.generation, step, place, validation, breaker, progress)
+    compiled = process.compiled if keeps_compiled(joined, process.device) else None
+    hooks = GenerationHooks(process, joined.generation, step, place, validation, breaker, progress, compiled=compiled)
     saver = _saver(process, joined, restored, place, hooks, last_step=until)
     set_optimizer_step(step.optimizer, progress.step)
     process.stream.submit(partial(refresh_float8_scales, step.model)).result()
@@ -120,6 +119,14 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     left = left or until < last_step
     hooks.close(left_at=progress.step if left else None, cause=cause)
     return not left
+
+
+def keeps_compiled(joined: Joined, device: torch.device) -> bool:
+    """Whether this rank gives what it compiles to the cache: the first one, and its neighbours for their own GPUs.
+
+    Inductor's keys have the index of the device.
+    """
+    return joined.rank == 0 or (device.type == "cuda" and joined.beside_first)
 
 
 def _connected_mesh(process: Process, joined: Joined, shape: MeshShape, breaker: Breaker) -> DeviceMesh:

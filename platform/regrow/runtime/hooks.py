@@ -14,6 +14,7 @@ from regrow.control.states import RowAnswer
 from regrow.control.verification import Outcome
 from regrow.data.read.batch import RankBatch
 from regrow.errors import NotWrittenError, first_line
+from regrow.parallel.compile import CompileCache
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
 from regrow.record.events import Cause
@@ -43,8 +44,11 @@ class GenerationHooks:
         validation: Validation,
         breaker: Breaker,
         progress: Progress,
+        *,
+        compiled: CompileCache | None = None,
     ) -> None:
-        """`coordinates` are this rank's; a callback's state lies in `progress`, and is kept there."""
+        """`coordinates` are this rank's; a callback's state lies in `progress`, and is kept there. `compiled` takes
+        what the first step has compiled."""
         self._breaker = breaker
         self._process, self._job, self._generation = process, process.job, generation
         self._coordinator = CoordinatorClient(process.job.coordinator, generation)
@@ -54,6 +58,7 @@ class GenerationHooks:
         self._again: Any = None  # the one of them that has rows sent again
         self._stop = ""  # why to leave
         self._called = Called(process.job.config.train.callback, progress)
+        self._compiled = compiled
         self.every_steps = 0  # between snapshots, as the coordinator says; 0: it has not
         self.window = _profile_window(process) if self._rank == 0 else None
 
@@ -67,10 +72,9 @@ class GenerationHooks:
         if self._rank == 0:
             self._replies.append(self._coordinator.row(row))
             self.profile(row["step"])
-            if self._process.compiled is not None:
-                keep = self._process.compiled.keep_new
-                threading.Thread(target=keep, name="compile-cache", daemon=True).start()
-                self._process.compiled = None
+        if self._compiled is not None:
+            threading.Thread(target=self._compiled.keep_new, name="compile-cache", daemon=True).start()
+            self._compiled = self._process.compiled = None
 
     def verified(self, step: int, outcome: Outcome) -> None:
         if self._rank == 0:

@@ -62,6 +62,11 @@ class Joined:
         return not any(member.node == members[self.rank].node for member in members[: self.rank])
 
     @property
+    def beside_first(self) -> bool:
+        """Whether this rank is on the first one's node, or is that one."""
+        return self.formation.members[self.rank].node == self.formation.members[0].node
+
+    @property
     def on_my_host(self) -> int:
         """Ranks that share this one's machine."""
         return sum(member.host == self.formation.members[self.rank].host for member in self.formation.members)
