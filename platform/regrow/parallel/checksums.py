@@ -68,6 +68,8 @@ class GradientSums:
     def replicas_summed(self) -> None:
         """Of a shard group of one rank this is all that is heard."""
         if self._unsummed is not None:
+            if self._unsummed.is_cuda:  # on the all-reduce's stream, for which FSDP does not hold on to it
+                self._unsummed.record_stream(torch.cuda.current_stream())
             self.summing(self._unsummed)
 
 
