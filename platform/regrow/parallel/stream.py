@@ -7,6 +7,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from regrow.errors import first_line
+
 Result = TypeVar("Result")
 
 
@@ -45,18 +47,22 @@ class CudaStream(HostStream):
         self._device = device
 
     def drain(self, timeout_s: float) -> bool:
-        at_rest = threading.Event()
+        at_rest: Future[bool] = Future()
 
         def synchronize() -> None:
             try:
                 for _ in range(2):  # kernels that a first one's end lets loose
                     torch.cuda.synchronize(self._device)
-                at_rest.set()
+                at_rest.set_result(True)
             except RuntimeError as error:  # some errors stay with a CUDA process to its end
-                print(f"regrow: {self._device} does not come to rest: {error}")
+                print(f"regrow: {self._device} does not come to rest: {first_line(error)}")
+                at_rest.set_result(False)
 
         threading.Thread(target=synchronize, name="drain", daemon=True).start()
-        return at_rest.wait(timeout_s)
+        try:
+            return at_rest.result(timeout_s)
+        except TimeoutError:
+            return False
 
 
 def stream_of(device: torch.device) -> Stream:
