@@ -326,6 +326,17 @@ def test_attention_of_gpus_in_float32_is_refused_where_its_kernel_has_none(kerne
     check(config)
 
 
+def test_attention_whose_sums_have_no_order_is_refused_where_units_are_compared() -> None:
+    """torch has no deterministic cuDNN attention: with CUBLAS_WORKSPACE_CONFIG no group came past its first step."""
+    config = PretrainConfig()
+    config.cluster.gpus_per_worker, config.parallel.dtype = 1, Dtype.bfloat16
+    config.parallel.attention, config.cluster.verify_every_steps = AttentionKernel.cudnn, 100
+    with pytest.raises(ConfigError, match=r"verify_every_steps=100 compares .* set parallel\.attention=auto or"):
+        check(config)
+    config.parallel.attention = AttentionKernel.flash
+    check(config)
+
+
 def test_ranks_that_share_their_arithmetic_divide_what_they_share() -> None:
     config = PretrainConfig()
     config.parallel.tp, config.cluster.min_workers, config.cluster.max_workers = 4, 4, 8

@@ -390,6 +390,11 @@ def _attention(config: PretrainConfig) -> None:
         "parallel.attention=auto",
     )
     _need(
+        kernel is not AttentionKernel.cudnn or config.cluster.verify_every_steps == 0,
+        f"parallel.attention=cudnn has no order of sums, and cluster.verify_every_steps="
+        f"{config.cluster.verify_every_steps} compares gradients bit by bit; set parallel.attention=auto or flash",
+    )
+    _need(
         kernel is not AttentionKernel.efficient or model.num_heads == model.num_kv_heads,
         f"parallel.attention=efficient knows no grouped queries, and model.num_heads={model.num_heads} share "
         f"model.num_kv_heads={model.num_kv_heads}; set parallel.attention=auto, cudnn or flash",
