@@ -218,6 +218,19 @@ def test_a_run_that_goes_back_to_before_the_end_of_float8_trains_those_steps_in_
     assert begun == [0, 3, 6]
 
 
+def test_a_run_goes_on_with_the_losses_of_one_that_was_not_stopped_where_float8_is_gathered(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """Its first step was with the scales of the weights that a run begins with, which clip what was trained since."""
+    settings = [*SMALL, f"run.storage_path={tmp_path}", f"data.corpora.rows={corpus}", "optim.lr=0.03"]
+    float8 = ["parallel.dtype=bfloat16", "parallel.float8=tensorwise_all_gather", "parallel.bfloat16_tail=0"]
+    for run in (["run.name=whole"], ["run.name=stopped", "train.stop_at_step=8"], ["run.name=stopped"]):
+        run_ranks(train_in_this_group, 1, [*settings, *float8, *run])
+    whole, stopped = (losses(read_metrics(Storage.at(tmp_path / name))) for name in ("whole", "stopped"))
+    assert len(whole) == STEPS
+    assert stopped == whole
+
+
 def test_a_phase_is_let_go_of_before_the_next_one_is_built(tmp_path: Path, corpus: Path) -> None:
     assert run_ranks(phases, 1, [*SMALL, f"run.storage_path={tmp_path}", f"data.corpora.rows={corpus}"]) == [[0, 0]]
 

@@ -25,7 +25,6 @@ from regrow.data.read.outage import Patience, PatientReader
 from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
 from regrow.model.linears import float8_steps
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
-from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, connect
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.events import Cause
@@ -39,7 +38,6 @@ from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, form_s
 from regrow.runtime.restore import Restored, build_and_restore
 from regrow.state.collective import gather
-from regrow.state.entries import set_optimizer_step
 from regrow.train.build import loop_settings, meter_of
 from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.flips import flipping
@@ -47,6 +45,7 @@ from regrow.train.hooks import Saver
 from regrow.train.loop import train
 from regrow.train.metrics import Meter, NotFinite
 from regrow.train.saver import Cadence, CheckpointSaver, SnapshotSaver
+from regrow.train.step import go_on_from
 from regrow.train.validation import Validation
 
 
@@ -76,8 +75,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     compiled = process.compiled if keeps_compiled(joined, process.device) else None
     hooks = GenerationHooks(process, joined.generation, step, place, validation, breaker, progress, compiled=compiled)
     saver = _saver(process, joined, restored, place, hooks, last_step=until)
-    set_optimizer_step(step.optimizer, progress.step)
-    process.stream.submit(partial(refresh_float8_scales, step.model)).result()
+    process.stream.submit(partial(go_on_from, step, progress.step)).result()
     ready = time.time()
 
     batches = _batches(job, joined, patience, topology.slices_of(joined.rank), range(progress.step, until))

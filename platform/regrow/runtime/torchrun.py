@@ -42,10 +42,10 @@ from regrow.show.console import Console
 from regrow.state.collective import from_rank_0, gather, on_first_rank, rank
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
-from regrow.state.entries import Progress, set_optimizer_step, training_entries
+from regrow.state.entries import Progress, training_entries
 from regrow.train.callback import Called
 from regrow.train.metrics import NotFinite
-from regrow.train.step import TrainStep
+from regrow.train.step import TrainStep, go_on_from
 from regrow.train.validation import Validation
 
 STILL_AT_WORK_EVERY_S = 0.5  # that the other ranks hear so of the first one
@@ -227,7 +227,7 @@ class TorchrunRun:
         )
         if restored is None:
             return Progress()
-        set_optimizer_step(step.optimizer, restored.step)
+        go_on_from(step, restored.step)
         return restored
 
     def _waits(self, reason: str) -> None:

@@ -25,6 +25,7 @@ from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.tensor_parallel import loss_and_gradient_of_cut, sum_uncut_gradients, uncut_parameters
 from regrow.parallel.waits import ALL, Marks, Waits
 from regrow.plan.share import WHOLE, Share
+from regrow.state.entries import set_optimizer_step
 from regrow.train.certificate import Certificate
 from regrow.train.verify import UnitCheck, VerifyingPass
 
@@ -298,6 +299,12 @@ class TrainStep:
         for group in groups:
             with self.waits.inside(ALL):
                 dist.all_reduce(tensor, group=group)
+
+
+def go_on_from(step: TrainStep, number: int) -> None:
+    """Parameters and moments are those after this step of the run: what is made of them is made anew. Collective."""
+    set_optimizer_step(step.optimizer, number)
+    refresh_float8_scales(step.model)
 
 
 @torch.no_grad()
