@@ -102,5 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradient_ND, gradient_VD = ctx.saved_tensors
-        # in place: a second backward finds that its saved tensors have changed, and is refused
+        # in place: a second backward finds that its saved tensors have changed, and is refused; of one dimension, or a
+        # GPU rounds the factor to bfloat16 before it multiplies
+        gradient = gradient[None]
         return gradient_ND.mul_(gradient), gradient_VD.mul_(gradient).to(ctx.weight_dtype), None, None, None, None
