@@ -1,5 +1,6 @@
 """The token stream on real raylets: exactly the batches of the order at every world size, whatever breaks."""
 
+import gc
 import itertools
 import logging
 import shutil
@@ -113,7 +114,31 @@ def test_groups_of_2_3_1_and_4_ranks_get_the_batches_of_the_order_from_any_curso
         digests, fallbacks = group(stream, data_dir, world_size, start_step, stop_step)
         assert digests == expected_digests(data_dir, start_step, stop_step), (world_size, start_step)
         assert fallbacks == [], (world_size, start_step)
-    assert ray.get(stream.status.remote())["restarts"] == 0  # one Dataset served them all
+    counts = ray.get(stream.status.remote())
+    assert counts["finished"] == counts["restarts"] == 0  # one Dataset served them all
+
+
+def test_what_ray_keeps_of_each_block_goes_with_the_dataset_that_made_it(data_dir: Path) -> None:
+    """One Dataset for all of a run kept 1 kB for every block, until its node had no memory."""
+    actor = start_stream(CONFIG, Corpora.at(data_dir), start_step=0, stop_step=400, dataset_blocks=60)  # 5 windows
+    for start_step, stop_step in [(0, 110), (50, 90)]:  # 28 windows, and 10 of them again
+        digests, fallbacks = group(actor, data_dir, 2, start_step, stop_step)
+        assert digests == expected_digests(data_dir, start_step, stop_step)
+        assert fallbacks == []
+    counts = ray.get(actor.status.remote())
+    assert counts["windows"] >= 38
+    assert counts["windows"] // 5 - 1 <= counts["finished"] <= counts["windows"] // 5  # the last one may be ending
+    assert counts["restarts"] == 0
+    held = ray.get(actor.__ray_call__.remote(lambda stream: _num_block_stats()))
+    assert held <= 2 * 5 * (LAYOUT.num_blocks + 1) + 8  # of two Datasets: one that ends, and the next
+    stop_stream(actor)
+
+
+def _num_block_stats() -> int:
+    from ray.data.block import BlockStats
+
+    gc.collect()
+    return sum(issubclass(type(each), BlockStats) for each in gc.get_objects())
 
 
 def test_ranks_of_a_node_ask_once_for_all_of_them(stream: Any, data_dir: Path) -> None:
@@ -182,7 +207,8 @@ def test_a_stopped_stream_leaves_no_task_behind(data_dir: Path) -> None:
     actor = start_stream(CONFIG, Corpora.at(data_dir), start_step=0, stop_step=400)
     assert in_process(actor, data_dir, 0, 8, stall_timeout_s=60.0)[1] == []
     ray.get(actor.stop.remote(), timeout=10)
-    assert ray.get(actor.status.remote())["restarts"] == 0
+    counts = ray.get(actor.status.remote())
+    assert counts["finished"] == counts["restarts"] == 0
     stop_stream(actor)
     stop_stream(actor)  # of one that is dead already: nothing
     assert in_process(actor, data_dir, 8, 16, stall_timeout_s=60.0)[0] == expected_digests(data_dir, 8, 16)

@@ -1,9 +1,15 @@
 """Tickets of the stream's actor, without Ray."""
 
 import asyncio
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from regrow.data.read.batch import BatchLayout
+from regrow.data.stream import actor
 from regrow.data.stream.actor import TokenStream
 
 
@@ -11,12 +17,89 @@ def test_a_late_call_of_a_dataset_that_has_ended_does_not_take_the_next_ones_pla
     """Its source was taken for the new one's, which then was taken for one that Ray had run again, and ended."""
 
     async def draw() -> tuple[list[int], list[int], int]:
-        nothing: Any = None
-        layout = BatchLayout(global_batch_seqs=4, num_slices=4, window_steps=8)
-        stream = TokenStream(nothing, nothing, layout, start_step=0, stop_step=64, prefetch_windows=2, stream_cpus=1.0)
-        stream.changed, stream.run = asyncio.Event(), 1  # run 0 has ended
+        stream = token_stream()
+        stream.run = 1  # run 0 has ended
         return await stream.tickets(0, "old"), await asyncio.wait_for(stream.tickets(1, "new"), 30), stream.run
 
     late, drawn, run = asyncio.run(draw())
     assert (late, run) == ([], 1)
     assert drawn
+
+
+def test_a_dataset_draws_no_more_tickets_than_it_may_and_the_next_one_goes_on() -> None:
+    """Two windows each here: Ray keeps something for each block until a Dataset ends."""
+
+    async def draw() -> TokenStream:
+        stream = token_stream(prefetch_windows=3, dataset_blocks=11)
+        assert await stream.tickets(0, "a") == [0, 1]
+        assert await asyncio.wait_for(stream.tickets(0, "a"), 30) == []  # while the third is wanted
+        stream._arrive(0, list("abcd"))
+        assert stream.counts["finished"] == 0
+        stream._arrive(0, list("efgh"))
+        assert stream._end_run(0)
+        assert await stream.get(0, [1, 3], True, 30.0) == ["b", "d"]
+        assert await stream.tickets(1, "b") == [2]
+        assert await stream.get(1, [0], False, 30.0) == ["e"]
+        assert await stream.tickets(1, "b") == [3]
+        stream._arrive(1, list("ijkl"))
+        assert not stream._end_run(1)  # it has failed: window 3 has not come
+        assert await stream.tickets(2, "c") == [3]  # which the next one has a ticket for, and for one more
+        asked = asyncio.ensure_future(stream.get(3, [2], False, 30.0))
+        assert await stream.tickets(2, "c") == [4]
+        stream._arrive(2, list("mnop"))
+        assert await asked == ["o"]
+        return stream
+
+    counts = asyncio.run(draw()).counts
+    assert (counts["windows"], counts["finished"], counts["restarts"]) == (4, 1, 1)
+
+
+def test_the_next_dataset_begins_at_once_and_one_that_was_stopped_before_its_first_ticket_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, slept = list[int](), list[float]()
+
+    async def run() -> TokenStream:
+        stream = token_stream(dataset_blocks=8)
+        loop = asyncio.get_running_loop()
+
+        def bundles(run: int) -> Iterator[Any]:
+            begun.append(run)
+            has_drawn = False
+            while windows := asyncio.run_coroutine_threadsafe(stream.tickets(run, f"of {run}"), loop).result():
+                has_drawn = True
+                for window, block in [(window, block) for window in windows for block in range(4)]:
+                    yield bundle(1, (window, block))
+            if not has_drawn:
+                yield bundle(0, "empty")  # as Ray Data passes on what a task did not yield
+
+        def build(handle: Any, run: int, *more: Any) -> Any:
+            return SimpleNamespace(iter_internal_ref_bundles=lambda: bundles(run))
+
+        monkeypatch.setattr(actor, "build_dataset", build)
+        monkeypatch.setattr(actor, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
+        thread = asyncio.create_task(asyncio.to_thread(stream._produce, None))
+        for window in range(7):
+            assert await stream.get(window, [0, 3], window == 0, 60.0) == [(window, 0), (window, 3)]
+        while len(begun) < 5:  # windows 0 to 7 are ready, so the fifth one waits for its first ticket
+            await asyncio.sleep(0.01)
+        await stream.stop()
+        await thread
+        return stream
+
+    def bundle(num_rows: int, reference: Any) -> Any:
+        return SimpleNamespace(blocks=[SimpleNamespace(metadata=SimpleNamespace(num_rows=num_rows), ref=reference)])
+
+    stream = asyncio.run(run())
+    assert (begun, slept, caplog.messages) == ([0, 1, 2, 3, 4], [], [])
+    assert (stream.counts["windows"], stream.counts["finished"], stream.counts["restarts"]) == (8, 4, 0)
+
+
+def token_stream(**options: Any) -> TokenStream:
+    """On the event loop, without the thread that runs Datasets."""
+    nothing: Any = None
+    layout = BatchLayout(global_batch_seqs=4, num_slices=4, window_steps=8)
+    options = {"prefetch_windows": 2, "stream_cpus": 1.0, **options}
+    stream = TokenStream(nothing, nothing, layout, start_step=0, stop_step=64, **options)
+    stream.loop, stream.changed = asyncio.get_running_loop(), asyncio.Event()
+    return stream

@@ -18,6 +18,7 @@ from regrow.data.stream.client import first_line_of
 from regrow.data.stream.dataset import build_dataset, import_what_tasks_need
 from regrow.plan.order import Order
 
+DATASET_BLOCKS = 32_768  # of a Dataset before another goes on: Ray keeps some 1 kB for each block until it ends
 KEPT_BACK = 2  # windows behind training that stay, for a rollback
 MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
 KEPT_CALLS = 4  # of a node; each holds on to its blocks
@@ -43,6 +44,7 @@ class TokenStream:
         stop_step: int,
         prefetch_windows: int,
         stream_cpus: float,
+        dataset_blocks: int = DATASET_BLOCKS,
     ) -> None:
         self.order, self.corpora, self.layout = order, corpora, layout
         self.prefetch_windows, self.stream_cpus = prefetch_windows, stream_cpus
@@ -52,9 +54,11 @@ class TokenStream:
         self.kept: dict[int, list[Any]] = {}  # window -> references to its blocks
         self.in_flight: deque[int] = deque()  # windows that tickets are out for, in their order
         self.arrived: list[Any] = []  # references of the first one in flight
-        self.run = 0  # of the Dataset; grows with every restart
+        self.run = 0  # of the Dataset; grows with every other one
+        self.dataset_windows = max(1, dataset_blocks // layout.num_blocks)
+        self.left = self.dataset_windows  # windows that this run may still draw tickets for
         self.source = ""  # the one task that may draw this run's tickets
-        self.counts = {"asked": 0, "windows": 0, "restarts": 0, "refused": 0}
+        self.counts = {"asked": 0, "windows": 0, "finished": 0, "restarts": 0, "refused": 0}
         self.fetchers: dict[str, Any] = {}  # node id -> actor
         self.changed: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -106,10 +110,11 @@ class TokenStream:
         self.source = self.source or source
         if source != self.source:  # Ray ran the source again after it died: tickets that it had drawn are lost
             self._end_run(run)
-        while run == self.run and not self.stopping:
-            windows = [w for w in self._wanted() if w not in self.kept and w not in self.in_flight]
+        while run == self.run and self.left and not self.stopping:
+            windows = [w for w in self._wanted() if w not in self.kept and w not in self.in_flight][: self.left]
             if windows:
                 self.in_flight += windows
+                self.left -= len(windows)
                 return windows
             await self._change()
         return []
@@ -159,16 +164,27 @@ class TokenStream:
                     self.kept[window] = blocks
         self._notify()
 
-    def _end_run(self, run: int) -> None:
-        if run == self.run:
-            self.run, self.source = run + 1, ""
-            self.in_flight.clear()
-            self.arrived = []
-            self.counts["restarts"] += 1
-            self._notify()
+    def _end_run(self, run: int) -> bool:
+        """Whether it has produced all windows that it may: the next one is no restart."""
+        if run != self.run:
+            return False
+        is_finished = not self.left and not self.in_flight
+        self.run, self.source, self.left = run + 1, "", self.dataset_windows
+        self.in_flight.clear()
+        self.arrived = []
+        self.counts["finished" if is_finished else "restarts"] += 1
+        self._notify()
+        return is_finished
+
+    async def _end_dataset(self, run: int) -> bool:
+        return self._end_run(run)
 
     def _produce(self, handle: Any) -> None:
-        """Run a Dataset, and another one after it has failed, until the stream is stopped."""
+        """Run one Dataset after another, until the stream is stopped; at once, where one has not failed.
+
+        One ends as soon as its last window has come. That is the one furthest ahead of training, which therefore does
+        not wait while the next Dataset starts.
+        """
         assert self.loop is not None
         backoff_s = 0.5
         while not self.stopping:
@@ -176,13 +192,15 @@ class TokenStream:
             try:
                 dataset = build_dataset(handle, run, self.order, self.corpora, self.layout, self.stream_cpus)
                 for bundle in dataset.iter_internal_ref_bundles():  # internal: no public call hands out references
-                    assert all(entry.metadata.num_rows == 1 for entry in bundle.blocks)
-                    self.loop.call_soon_threadsafe(self._arrive, run, [entry.ref for entry in bundle.blocks])
+                    entries = [each for each in bundle.blocks if each.metadata.num_rows]  # none: no ticket was drawn
+                    assert all(entry.metadata.num_rows == 1 for entry in entries)
+                    self.loop.call_soon_threadsafe(self._arrive, run, [entry.ref for entry in entries])
             except Exception as error:
                 log.warning("token stream: %s; restarting it", first_line_of(error))
             if self.stopping:
                 break
-            self.loop.call_soon_threadsafe(self._end_run, run)
+            if asyncio.run_coroutine_threadsafe(self._end_dataset(run), self.loop).result():
+                continue
             backoff_s = 0.5 if time.monotonic() - began > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
             time.sleep(backoff_s)
         self.loop.call_soon_threadsafe(self._end)
@@ -216,11 +234,14 @@ class NodeFetcher:
         return references
 
 
-def start_stream(config: PretrainConfig, corpora: Corpora, *, start_step: int, stop_step: int) -> Any:
+def start_stream(
+    config: PretrainConfig, corpora: Corpora, *, start_step: int, stop_step: int, dataset_blocks: int = DATASET_BLOCKS
+) -> Any:
     """Start the stream's actor on this node, with production under way from `start_step`; its handle, for the workers.
 
     Returns at once. Tasks ask for `data.stream_cpus` logical CPUs beyond those of the workers; where the cluster has
-    none left, ranks read directly. Raises DataError if the corpus does not fit the run.
+    none left, ranks read directly. A Dataset produces windows of `dataset_blocks` blocks together, or one window.
+    Raises DataError if the corpus does not fit the run.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # processes for the source and the first window start beside the actor's, not after it: 1.5 s earlier on two cores
@@ -238,6 +259,7 @@ def start_stream(config: PretrainConfig, corpora: Corpora, *, start_step: int, s
         stop_step=stop_step,
         prefetch_windows=config.data.prefetch_windows,
         stream_cpus=config.data.stream_cpus,
+        dataset_blocks=dataset_blocks,
     )
     stream.start.remote()
     return stream
