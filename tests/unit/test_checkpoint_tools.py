@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors, differences, statistics
 from regrow.state.entries import Entry
-from regrow.storage import LocalStorage, Storage
+from regrow.storage import REQUESTS, LocalStorage, RemoteStorage, Storage
+from support.counting import Counting
 from support.runs import RUN_ID, save_run
 from support.s3 import s3_server
 
@@ -270,6 +272,54 @@ def test_an_object_stores_truncated_file_is_damage_too() -> None:
         newest, oldest = tools.examine(checkpoints, run_id, None, lambda _: quiet)
         assert f"{step}/{name}: has fewer than its" in newest.problem
         assert oldest.problem == ""
+
+
+class CountingMissing(Counting):
+    """Counts reads of files that are not there, too."""
+
+    def read_bytes(self, name: str) -> bytes:
+        self.requests += 1
+        return RemoteStorage.read_bytes(self, name)
+
+
+def test_which_of_many_checkpoints_an_object_store_holds_is_asked_many_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """300 that were kept took 600 requests, one after another: at 40 ms each 24 s, in which all ranks waited."""
+    empty = Counting.empty()
+    folder = CountingMissing(empty.fs, empty.root, empty.uri)
+    for step in range(1, 201):
+        folder.write_bytes(f"{tools.step_folder(step)}/data", b"")
+        if step % 10 != 0:  # else a leftover
+            folder.write_bytes(f"{tools.step_folder(step)}/{COMMIT}", b"%d" % step)
+        if step % 25 == 1:
+            tools.note_damaged(folder, step, "a bad sector")
+    folder.write_bytes(f"{tools.step_folder(151)}/{COMMIT}", b"another")  # than the one that is noted
+    damaged = [176, 126, 101, 76, 51, 26, 1]
+    committed = [step for step in range(200, 0, -1) if step % 10 != 0 and step not in damaged]
+
+    def counting(look: Callable[[int], Any], steps: Sequence[int]) -> list[Any]:
+        before, each, found = folder.requests, [0], []
+        for step in steps:
+            begin = folder.requests
+            found.append(look(step))
+            each.append(folder.requests - begin)
+        folder.requests = before - len(steps) // -REQUESTS * max(each)
+        return found
+
+    def in_a_row(asked: Callable[[], list[int]]) -> list[int]:
+        folder.taken()
+        found = asked()
+        assert folder.taken()[0] < 50
+        return found
+
+    assert (tools.committed_steps(folder), tools.damaged_steps(folder)) == (committed, damaged)
+    assert tools.retain(folder, keep=3, keep_every_steps=1) == []  # none is whole; all with a COMMIT are marked
+    monkeypatch.setattr(tools, "in_threads", counting)
+    assert in_a_row(lambda: tools.committed_steps(folder)) == committed
+    assert in_a_row(lambda: tools.damaged_steps(folder)) == damaged
+    assert in_a_row(lambda: tools.retain(folder, keep=3)) == []
+    assert [step for step in range(200, 0, -1) if tools.is_kept(folder, step)] == sorted(damaged + committed)[::-1]
 
 
 @pytest.mark.parametrize("command", ["list", "inspect", "verify", "diff", "export", "average"])

@@ -30,7 +30,7 @@ from regrow.state.disk.format import (
 from regrow.state.disk.gather import check_header, read_checked
 from regrow.state.disk.metadata import Metadata
 from regrow.state.reshard import Source, plan_reads
-from regrow.storage import Storage, in_threads
+from regrow.storage import Item, Result, Storage, in_threads
 
 PIECE_BYTES = 1024 * CHUNK_BYTES  # read and checked at a time
 
@@ -47,12 +47,12 @@ def committed_steps(folder: Storage) -> list[int]:
 
     What it points to may still be damaged: `open_checkpoint` tells.
     """
-    return [step for step in _with_commit(folder) if not damage_of(folder, step)]
+    return _sorted_out(folder, _with_commit(folder))[0]
 
 
 def damaged_steps(folder: Storage) -> list[int]:
     """Those that are noted, newest first: where there is no other, as it may have been the reader that was wrong."""
-    return [step for step in _with_commit(folder) if damage_of(folder, step)]
+    return _sorted_out(folder, _with_commit(folder))[1]
 
 
 def note_damaged(folder: Storage, step: int, detail: str) -> None:
@@ -75,8 +75,23 @@ def damage_of(folder: Storage, step: int) -> str:
         return ""
 
 
+def _sorted_out(folder: Storage, steps: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Those that are not noted to be damaged, and those that are."""
+    noted = set(_those(folder, steps, lambda step: bool(damage_of(folder, step))))
+    return [step for step in steps if step not in noted], [step for step in steps if step in noted]
+
+
 def _with_commit(folder: Storage) -> list[int]:
-    return [step for step in _steps(folder) if folder.exists(f"{step_folder(step)}/{COMMIT}")]
+    return _those(folder, _steps(folder), lambda step: folder.exists(f"{step_folder(step)}/{COMMIT}"))
+
+
+def _those(folder: Storage, steps: Sequence[int], is_one: Callable[[int], bool]) -> list[int]:
+    return [step for step, is_it in zip(steps, _of_each(folder, is_one, steps), strict=True) if is_it]
+
+
+def _of_each(folder: Storage, look: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Many at a time where each look is a request: a run may keep hundreds of checkpoints, of many thousand files."""
+    return [look(item) for item in items] if folder.is_local else in_threads(look, items)
 
 
 def _steps(folder: Storage) -> list[int]:
@@ -143,14 +158,14 @@ def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Cont
     answer, nothing is.
     """
     committed = _with_commit(folder)
-    kept = [step for step in committed if is_kept(folder, step)]
+    kept = _those(folder, committed, lambda step: is_kept(folder, step))
     for step in committed:
         if keep_every_steps and step % keep_every_steps == 0 and step not in kept:
             folder.write_bytes(f"{step_folder(step)}/{KEEP}", json.dumps({"multiple_of": keep_every_steps}).encode())
             kept.append(step)
     passed_over = set(sorted(kept)[:-keep])  # not looked at: there may be many of them
-    counting = [step for step in committed_steps(folder) if step not in passed_over and step not in apart]
-    sound = _sound(folder, counting, keep)
+    counting = [step for step in committed if step not in passed_over and step not in apart]
+    sound = _sound(folder, _sorted_out(folder, counting)[0], keep)
     if len(sound) < keep:
         return []
     deleted, problems = [], []
@@ -259,11 +274,7 @@ def check_sizes(folder: Storage, index: Index) -> None:
             size = "more" if end else "fewer"
             raise CheckpointError(f"{source / name}: has {size} than its {num_bytes:,} bytes; the file is damaged")
 
-    if not source.is_local:
-        in_threads(check_size, sizes)
-        return
-    for each in sizes:
-        check_size(each)
+    _of_each(source, check_size, sizes)
 
 
 @dataclass(frozen=True)
