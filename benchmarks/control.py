@@ -35,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -57,6 +58,7 @@ from regrow.control.commands import Ask, Outbox, Record  # noqa: E402
 from regrow.control.core import Control  # noqa: E402
 from regrow.control.health import Health, Pulse, Stalls  # noqa: E402
 from regrow.control.membership import Member  # noqa: E402
+from regrow.control.past import formed  # noqa: E402
 from regrow.control.phases import PHASES, Phase  # noqa: E402
 from regrow.control.silent import SilentKeepers  # noqa: E402
 from regrow.control.slow import READ_PER_S, READ_S, Spent  # noqa: E402
@@ -106,6 +108,7 @@ class Run(Told):
     def __init__(self, config: PretrainConfig) -> None:
         self.now, self.commands = 1000.0, []
         self.control = Control(config, is_whole=is_whole, now=self.now, past=None)
+        self.port = partial(random.Random(0).randrange, 1 << 15, 1 << 16)  # another one in each generation
         self.nodes = [secrets.token_hex(28) for _ in range(config.cluster.max_workers // RANKS_PER_NODE)]
         self.alive = [
             Member(secrets.token_hex(6), node, "10.0.0.1", 1, 1000 + rank, gpu=rank, machine=f"host-{number}")
@@ -128,7 +131,8 @@ class Run(Told):
                 self.tell(e.Broke(generation, "a peer is gone"))
         size = len(self.alive)
         for first in range(0, size, RANKS_PER_NODE):
-            here = self.alive[first : first + RANKS_PER_NODE]
+            stays = self.alive[first : first + RANKS_PER_NODE]
+            here = [replace(each, port=self.port(), control=self.port()) for each in stays]
             joined = [e.Joined(member, size) for member in here]
             asked = [e.Asked(member.id, generation) for member in here]
             for event in chain[e.Event](joined, asked):
@@ -201,8 +205,7 @@ def of_losses(result: Result, size: int, config: PretrainConfig) -> None:
 
 def write_group(log: RunLog, generation: int, members: list[Member]) -> None:
     """The two events that have all ranks of a group."""
-    rows = [dict(vars(each)) for each in members]
-    log.event(Forming(generation=generation, members=rows))
+    log.event(Forming(**formed(generation, members)))
     of_workers = {"device": "NVIDIA H100 80GB HBM3", "graphs": 2, "lowered": 4}
     workers = [{"host": each.machine, "node": each.node, "pid": each.pid, **of_workers} for each in members]
     begun = Generation(

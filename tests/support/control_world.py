@@ -10,7 +10,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from regrow.config.check import world_sizes
@@ -20,7 +20,7 @@ from regrow.control import events as e
 from regrow.control.core import Control, Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
-from regrow.control.past import Past, group_of
+from regrow.control.past import Past, formed, group_of
 from regrow.control.peers import FAN_OUT
 from regrow.control.states import Answer, RowAnswer, Training
 from regrow.control.values import NEVER, SnapshotAck, Version
@@ -429,8 +429,7 @@ class World:
             raise Broken(f"a group of {ids}")
         self.newest_generation = command.generation
         self.runs[command.generation] = Run(Formation(command.generation, command.members))
-        fields = {"generation": command.generation, "members": [asdict(each) for each in command.members]}
-        self.events.append((self.now, "forming", fields))
+        self.events.append((self.now, "forming", formed(command.generation, command.members)))
 
     def _do_Record(self, command: c.Record) -> None:
         self.durable_rows = len(self.rows)  # one writer, in order, and events are flushed

@@ -15,7 +15,7 @@ from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, AT_MOST_S, REFUSED_S, Links
 from regrow.control.membership import Member
-from regrow.control.past import Past, Rollbacks, group_of
+from regrow.control.past import Past, Rollbacks, formed, group_of
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
 from regrow.control.snapshots import COPIES, SILENT_S, UNHEARD_S, UNSAFE_S
@@ -957,8 +957,7 @@ def log_of(told: Told, *, submitted: bool = True) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [{"event": "submitted", "time": 1000.0}] if submitted else []
     for command in told.commands:
         if isinstance(command, c.Form):
-            members = [asdict(member) for member in command.members]
-            rows.append({"event": "forming", "time": told.now, "generation": command.generation, "members": members})
+            rows.append({"event": "forming", "time": told.now, **formed(command.generation, command.members)})
         elif isinstance(command, c.Record):
             rows.append({"event": command.event, "time": told.now, **command.fields})
     return rows
@@ -974,6 +973,20 @@ def restarted(told: Told, *, stored: int = -1, **cluster: Any) -> Told:
     again.now = told.now
     again(group_of(events, past.generation))
     return again
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["new log", "old log"])
+def test_a_coordinator_that_was_restarted_gives_the_seats_of_a_group_that_still_meets(is_old: bool) -> None:
+    """Some of its members have theirs and wait for the rest, where they listen in this generation."""
+    told = Told()
+    members = [replace(one(pid, f"n{pid}"), port=40_000 + pid, control=65_535 - pid, gpu=pid) for pid in (1, 2, 3)]
+    seats = told.form(*members)
+    events = log_of(told)
+    if is_old:
+        events[-1] = {"event": "forming", "generation": 1, "members": [asdict(member) for member in members]}
+    again = Told(Past.of(events, generation=1, logged=0, stored=-1, restarted=True))
+    again(group_of(events, 1))
+    assert [again.ask(f"m{pid}").formation for pid in (1, 2, 3)] == [seats] * 3
 
 
 def test_a_coordinator_that_was_restarted_knows_that_the_last_step_is_trained() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.control.membership import Member
+from regrow.control.past import formed, group_of
 from regrow.drill.log import RunFollower
 from regrow.record import relative
 from regrow.record.events import Event, Forming, Generation, Row, Stopped
 from regrow.record.log import EVENTS, RunLog, read_events
+from regrow.record.relative import without_lists
 from regrow.storage import Storage
 
 
@@ -45,6 +48,27 @@ def test_a_node_that_dies_in_a_large_run_is_a_short_line(tmp_path: Path) -> None
     found = read_events(Storage.at(tmp_path))
     assert [each["members"] for each in found if each["event"] == "forming"] == [before, after]
     assert [each["workers"] for each in found if each["event"] == "generation"] == [before, after]
+
+
+def test_ports_that_are_others_in_each_generation_do_not_make_a_long_line(tmp_path: Path) -> None:
+    """Each process has another store and another listener then. A coordinator that is restarted needs them."""
+    dice = random.Random(0)
+
+    def met_anew(group: list[Member]) -> list[Member]:
+        return [replace(each, port=dice.randrange(1 << 16), control=dice.randrange(1 << 16)) for each in group]
+
+    before = met_anew([Member(**each) for each in members(range(2048))])
+    after = met_anew([*before[:8000], *before[8008:], *(Member(**each) for each in members(range(2048, 2049)))])
+    with RunLog(Storage.at(tmp_path)) as log:
+        for generation, group in enumerate((before, after), start=1):
+            log.event(Forming(**formed(generation, group)))
+    line = lines(tmp_path)[-1]
+    assert len(line) - len(json.loads(line)["ports"]) < 2000
+    assert len(line) < 16_384 * 2 * 2 * 4 / 3 + 2000, "two bytes a port, as base64"
+    found = read_events(Storage.at(tmp_path))
+    assert [group_of(found, generation).members for generation in (1, 2)] == [tuple(before), tuple(after)]
+    assert found[1]["members"][0] is found[0]["members"][0], "hundreds of generations are read at once"
+    assert without_lists(found[1]) == {"event": "forming", "time": found[1]["time"], "generation": 2}
 
 
 def test_a_list_that_a_person_can_read_is_written_whole(tmp_path: Path) -> None:

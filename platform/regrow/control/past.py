@@ -1,5 +1,7 @@
 """What a coordinator that starts knows of its run: from the log, and from what is in storage. Pure."""
 
+import base64
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +13,8 @@ from regrow.control.values import NOTHING
 from regrow.record.events import Cause
 
 Row = Mapping[str, Any]
+
+PORTS = ("port", "control")  # of a member, which are others in each generation
 
 
 @dataclass
@@ -76,6 +80,27 @@ class Past:
         )
 
 
+def formed(generation: int, members: Sequence[Member]) -> dict[str, Any]:
+    """The fields of `forming`, by which a coordinator after this one gives members their seats.
+
+    Ports are apart from `members`, as numbers: so a member that stays is the same entry in each generation.
+    """
+    rows = [{key: value for key, value in vars(member).items() if key not in PORTS} for member in members]
+    ports = [getattr(member, name) for name in PORTS for member in members]
+    packed = struct.pack(f"<{len(ports)}H", *ports)
+    return {"generation": generation, "members": rows, "ports": base64.b64encode(packed).decode()}
+
+
+def _members_of(forming: Row) -> tuple[Member, ...]:
+    rows = forming["members"]
+    if forming.get("ports") is None:  # an older log has them in its members
+        return tuple(Member(**row) for row in rows)
+    packed = base64.b64decode(forming["ports"])
+    ports = struct.unpack(f"<{len(packed) // 2}H", packed)
+    port, control = ports[: len(rows)], ports[len(rows) : 2 * len(rows)]
+    return tuple(Member(**row, port=p, control=c) for row, p, c in zip(rows, port, control, strict=True))
+
+
 def group_of(events: Sequence[Row], generation: int) -> Restarted:
     """What the log says of the newest generation."""
     newest = [event for event in since_submitted(events) if event.get("generation") == generation]
@@ -88,7 +113,7 @@ def group_of(events: Sequence[Row], generation: int) -> Restarted:
     if any(failure["cause"] == Cause.controller_died for failure in failures):
         lost = set(range(len(forming["members"])))  # which end with it
     return Restarted(
-        tuple(Member(**member) for member in forming["members"]),
+        _members_of(forming),
         begun["start_step"] if begun is not None else None,
         tuple(dict.fromkeys(worker["node"] for worker in begun["workers"])) if begun is not None else (),
         tuple(sorted(lost)) if failures else None,

@@ -199,7 +199,8 @@ class Forming(Event):
     """A group gets its number; its members join."""
 
     generation: int  # its number
-    members: list[Row] = field(default_factory=list)  # by rank: id node host port pid lifeline gpu
+    members: list[Row] = field(default_factory=list)  # by rank: id node host pid lifeline gpu machine started
+    ports: str | None = None  # where they are met in this generation; see `control.past.formed`
 
 
 @dataclass(frozen=True, kw_only=True)

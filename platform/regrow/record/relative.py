@@ -13,6 +13,7 @@ from typing import Any
 from regrow.record.events import Forming, Generation, Row
 
 LISTS = {Forming.name: "members", Generation.name: "workers"}
+OF_ALL_RANKS = {Forming.name: ("members", "ports"), Generation.name: ("workers",)}  # fields
 FEWEST = 128  # entries; shorter lists are written whole, for people
 
 
@@ -53,7 +54,7 @@ class RelativeLists:
 
 def without_lists(row: Row) -> Row:
     """What a console shows of an event."""
-    return {key: value for key, value in row.items() if key != LISTS.get(row["event"])}
+    return {key: value for key, value in row.items() if key not in OF_ALL_RANKS.get(row["event"], ())}
 
 
 def _list_of(row: Row) -> list[Row] | None:

@@ -14,7 +14,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
-from regrow.control.past import Past
+from regrow.control.past import Past, formed
 from regrow.record.claim import Claim
 from regrow.record.events import from_row
 from regrow.record.log import RANKS, RunLog, encode
@@ -237,8 +237,7 @@ class Shell:
         return reply
 
     def _form(self, command: c.Form) -> None:
-        fields = {"generation": command.generation, "members": [dict(vars(each)) for each in command.members]}
-        self.record("forming", fields)
+        self.record("forming", formed(command.generation, command.members))
         logged = self._writer.put((lambda: None) if self._folder.is_local else self._log.flush)  # there an event is
         keepers = self.fleet.remember(command.generation, dict.fromkeys(member.node for member in command.members))
         self._formed = _Formed(logged, keepers, time.monotonic())
