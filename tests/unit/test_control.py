@@ -1319,6 +1319,20 @@ def test_a_copy_that_arrives_between_two_refusals_makes_the_link_good() -> None:
     assert told.peers["a"] == ("b",)
 
 
+def test_a_refusal_in_an_earlier_generation_does_not_give_a_link_up() -> None:
+    """The two met again weeks later, and the first word of a link that was good for all that time was the last."""
+    told = training("abc")
+    told(e.Complaint("a", "Connection refused", "b"))
+    told.form(*(one(pid, node) for pid, node in enumerate("abc")))
+    told.begin("abc", 1)
+    told.now += 1e6
+    told(e.Complaint("a", "Connection refused", "b"))
+    told()
+    assert told.peers["a"] == ("b",)
+    refuse(told, "a", "b")
+    assert told.peers["a"] == ("c",)
+
+
 def test_a_node_without_room_holds_nobodys_copies_and_costs_no_round_of_all_the_others() -> None:
     told = training("abcdef", copies=1)
     full = "b"

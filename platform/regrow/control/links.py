@@ -13,6 +13,10 @@ class Links:
         self._broken: dict[tuple[str, str], float] = {}  # and until when
         self._again_s: dict[tuple[str, str], float] = {}  # for how long it is given up the next time
 
+    def begin(self) -> None:
+        """Another generation's copies begin: a refusal before them says nothing of how long a link does not do."""
+        self._refused_since.clear()
+
     def refused(self, node: str, peer: str, tried_s: float, now: float) -> bool:
         """A copy did not arrive, for so long already; whether that is to be the last one for now."""
         since = self._refused_since.setdefault((node, peer), now - tried_s)

@@ -97,6 +97,7 @@ class Snapshots:
         self._given_up.clear()
         self._safe_at = self._begun_at = now
         self._times.begin(nodes)
+        self.keepers.links.begin()
         self.keepers.begin(nodes)
         self.commits.begin(generation, start_step, self.keepers.peers)
         self._out.append(SendPlaces(self.keepers.places()))
