@@ -45,6 +45,25 @@ def test_one_that_was_dead_before_it_was_seen_is_told_too(tmp_path: Path, told: 
     assert told.get(timeout=60) == process.pid
 
 
+def test_the_pid_of_one_that_died_may_be_that_of_another_one_which_dies_too(
+    tmp_path: Path, told: "queue.Queue[int]"
+) -> None:
+    """Its keeper has cleared away what the first one left."""
+    with subprocess.Popen(SLEEPS) as first, subprocess.Popen(SLEEPS) as second:
+        first.kill()
+        second.kill()
+    pulse = tmp_path / f"pulse-{first.pid}"
+    for _ in range(2):
+        pulse.touch()
+        assert told.get(timeout=60) == first.pid
+        pulse.unlink()
+        mark = tmp_path / f"pulse-{second.pid}"
+        mark.touch()
+        assert told.get(timeout=60) == second.pid, "so it has looked since"
+        mark.unlink()
+    assert told.empty()
+
+
 def test_a_process_that_is_gone_keeps_the_others_waiting_however_short_a_time_it_was_silent() -> None:
     stalls = Stalls(silence_s=30.0, timeout_s=600.0, stuck_s=0.0)
     gone, lives = (Pulse(pid, 1, 4, 0.1, 0.0, state) for pid, state in ((1, ""), (2, "S")))

@@ -14,7 +14,7 @@ class Deaths:
     """Watches the processes that have a pulse in a folder (`runtime.liveness.pulse`), on a thread of its own."""
 
     def __init__(self, folder: Path, tell: Callable[[int], None]) -> None:
-        """`tell` gets the pid of each that has died, once."""
+        """`tell` gets the pid of each that has died, once for each pulse that it left."""
         self._folder, self._tell = folder, tell
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deaths", daemon=True)
@@ -36,11 +36,11 @@ class Deaths:
                         self._tell(pid)
                     except OSError:  # a kernel without: others find out
                         return
-                known |= there
                 for key, _ in waiting.select(LOOK_S):
                     waiting.unregister(key.fileobj)
                     os.close(key.fd)
                     self._tell(key.data)
+                known = there | {key.data for key in waiting.get_map().values()}  # a pid may be another process' later
             for key in list(waiting.get_map().values()):
                 with contextlib.suppress(OSError):
                     os.close(key.fd)
