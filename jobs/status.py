@@ -1,6 +1,7 @@
 """What a run does now: `python -m jobs.status RUN [--watch] [--json]`."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--namespace", default=SubmitConfig().namespace, help="of Kubernetes (default: %(default)s)")
     parser.add_argument("--context", help="kubectl's (default: its current one)")
     options = parser.parse_args()
-    if options.every is not None and options.every <= 0:
+    if options.every is not None and not 0 < options.every < math.inf:
         parser.error("--every takes a number of seconds above 0")
     try:
         look, every_s = source(options)

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from regrow.drill.nodes import local_nodes
+from regrow.runtime.driver import SAME_ASK_S
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.memory.slots import Committed
 from regrow.storage import Storage
@@ -80,6 +82,7 @@ def test_who_leaves_at_once_is_told_what_stays_behind_and_finds_it_again(storage
             (job.folder / "checkpoints").write_text("no folder: nothing can be written below it")
             job.interrupt()
             job.wait_for(lambda: bool(job.events("checkpoint_failed")), 60)
+            time.sleep(SAME_ASK_S)  # sooner it would be the same one
             os.killpg(job.process.pid, signal.SIGINT)
             assert job.wait(60) == 130, job.printed()
             last = job.last_step()

@@ -831,15 +831,31 @@ def said(session: Session) -> list[str]:
 
 
 def interrupt(session: Session, times: int) -> None:
-    """Ctrl-C, once the driver listens for it; again once it has said what it does about that."""
+    """Ctrl-C, once the driver listens for it; again once it has said what it does about that, and is another one."""
 
     def fit() -> None:
         for number in range(times):
             until(lambda: len(said(session)) > number and session.interrupts.asked_to_stop == bool(number))  # noqa: B023
+            time.sleep(number * driver.SAME_ASK_S)
             os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait()
 
     session.trainer = SimpleNamespace(fit=fit)
+
+
+def test_a_signal_to_a_process_and_to_its_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GNU `timeout` sends it: the second one took the checkpoint away that the first one had asked for."""
+    now = [100.0]
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    terminal = Terminal()
+    with driver.Interrupts(terminal).taken():  # type: ignore[arg-type]
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            now[0] += driver.SAME_ASK_S / 2
+        now[0] += driver.SAME_ASK_S
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert len(terminal.said) == 1
 
 
 def lose_the_worker(session: Session) -> None:

@@ -427,6 +427,7 @@ def test_the_interval_from_five_runs_covers_the_mean_of_others_and_shrinks_with_
         (("+cluster=h100x64", "parallel.tp=8", "simulate.gpus_per_node=4"), "must be a multiple of parallel.tp=8"),
         (("+cluster=h100x64", "optim.num_slices=7"), "optim.num_slices=7"),  # what jobs.pretrain refuses
         (("simulate.days=0",), "simulate.days=0.0 must be positive"),
+        (("simulate.seed=-1",), "simulate.seed=-1 must be at least 0"),
         (("simulate.goal=98",), "simulate.goal=98.0 must be between 0 and 1, as 0.98"),
         (("simulate.figures.build_s=soon",), "simulate.figures.build_s='soon' is no figure; write a number"),
         (("+simulate.faults.mix.meteor=1",), "simulate.faults.mix.meteor=1.0: kinds are gpu, network"),

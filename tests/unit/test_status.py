@@ -549,6 +549,8 @@ def test_the_job_reads_a_folder_without_torch_ray_or_hydra(tmp_path: Path) -> No
         (["ray://head:10001"], "name the dashboard's"),
         (["https://127.0.0.1:9"], "no Ray cluster lets us in"),
         (["mine", "--every", "0"], "--every takes a number of seconds above 0"),
+        (["mine", "--every", "nan"], "--every takes a number of seconds above 0"),
+        (["mine", "--every", "inf"], "--every takes a number of seconds above 0"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:

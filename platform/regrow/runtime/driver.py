@@ -51,6 +51,7 @@ POLL_S = 0.2
 INTERRUPTED = "interrupted"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
 TELL_S = 5.0  # for the last checkpoint, before it is told of
+SAME_ASK_S = 1.0  # between two signals that are one
 ASK_S = 2.0  # for the coordinator to say what is in memory, where it is left at once
 END_S = 240.0  # for the coordinator to write the rest of the log
 ANSWER_S = 60.0  # for the coordinator to answer, before a word is said of it
@@ -301,8 +302,9 @@ class Session:
                 return settling
             if (waited_s := time.monotonic() - begun) > tell_at:
                 tell_at = 2 * waited_s
+                what = "a checkpoint" if settling.unstored is None else f"step {settling.unstored}"
                 self.console.message(
-                    f"step {settling.unstored} is on its way from memory to storage since {waited_s:.0f} s; tried for "
+                    f"{what} is on its way from memory to storage since {waited_s:.0f} s; tried for "
                     f"checkpoint.timeout_s={self.config.checkpoint.timeout_s:.0f} (Ctrl-C twice: leave at once)"
                 )
             time.sleep(POLL_S)
@@ -368,10 +370,13 @@ class Session:
 
 
 class Interrupts:
-    """Ctrl-C or SIGTERM: the run is asked to commit a checkpoint and leave; once more: leave at once."""
+    """Ctrl-C or SIGTERM: the run is asked to commit a checkpoint and leave; once more: leave at once.
+
+    What comes within SAME_ASK_S is the same: GNU `timeout` sends its signal to a process and to its group.
+    """
 
     def __init__(self, console: Console) -> None:
-        self.asked_to_stop, self._console = False, console
+        self.asked_to_stop, self._asked_at, self._console = False, 0.0, console
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -383,9 +388,11 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked_to_stop and time.monotonic() - self._asked_at < SAME_ASK_S:
+            return
         if self.asked_to_stop:
             raise KeyboardInterrupt
-        self.asked_to_stop = True
+        self.asked_to_stop, self._asked_at = True, time.monotonic()
         self._console.message("stopping after this step with a checkpoint; once more to end at once")
 
 

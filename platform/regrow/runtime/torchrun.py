@@ -48,6 +48,7 @@ from regrow.train.metrics import NotFinite
 from regrow.train.step import TrainStep, go_on_from
 from regrow.train.validation import Validation
 
+SAME_ASK_S = 1.0  # between two signals that are one, as `timeout` sends them to a process and to its group
 STILL_AT_WORK_EVERY_S = 0.5  # that the other ranks hear so of the first one
 PATIENCE = 0.8  # of the time that a collective may take, for rows of a storage that fails
 Value = TypeVar("Value")
@@ -156,7 +157,7 @@ class TorchrunRun:
         self._log = PatientLog(log, self.message) if log is not None else None
         self._step: TrainStep | None = None  # that the group trains
         self._validation: Validation | None = None
-        self.asked_to_stop = False
+        self.asked_to_stop, self._asked_at = False, 0.0
         self._asked: list[int] = []  # to stop: the ranks that were, as all know
         self.patience = Patience(patience_s(config), on_wait=self._waits)
         world_size = dist.get_world_size()
@@ -374,9 +375,11 @@ class TorchrunRun:
             self._log.event(event)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked_to_stop and time.monotonic() - self._asked_at < SAME_ASK_S:
+            return
         if self.asked_to_stop:
             raise KeyboardInterrupt
-        self.asked_to_stop = True
+        self.asked_to_stop, self._asked_at = True, time.monotonic()
         left = ""
         if "TORCHELASTIC_RUN_ID" in os.environ:
             left = "; where it was asked, torchrun ends the ranks after its --shutdown-timeout, by default 30 s"

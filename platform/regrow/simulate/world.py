@@ -151,6 +151,7 @@ def _check(config: SimulateJobConfig) -> None:
         ("repair", simulate.repair, simulate.repair > 0, "positive"),
         ("evict", simulate.evict, simulate.evict is None or simulate.evict >= 0, "positive, or 0 for never"),
         ("sdc", simulate.sdc, simulate.sdc is None or simulate.sdc >= 0, "at least 0"),
+        ("seed", simulate.seed, simulate.seed >= 0, "at least 0"),
         ("goal", simulate.goal, simulate.goal is None or 0 < simulate.goal < 1, "between 0 and 1, as 0.98"),
         ("mtbf_s", simulate.mtbf_s, simulate.mtbf_s > 0, "positive"),
         ("restart_s", simulate.restart_s, simulate.restart_s >= 0, "at least 0"),
