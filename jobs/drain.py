@@ -53,13 +53,16 @@ def _drain(options: argparse.Namespace) -> int:
         print(json.dumps({"event": what, **fields, "text": text}) if options.json else text, flush=True)
 
     with m.attached(find_run(options.run), options.address) as coordinator:
-        known = [node for node in coordinator.maintenance().nodes if node.asked or not options.undrain]
+        view = coordinator.maintenance()
+        known = [node for node in view.nodes if node.asked or not options.undrain]
         if not options.nodes:
             for node in known:
                 tell("node", m.describe([node]), vars(node))
             return 0
         if not options.undrain:  # `all` are those with workers
             known = [node for node in known if node.ranks or node.waiting or options.nodes != [m.ALL]]
+        else:  # those that have died since are in service again by themselves
+            known += view.gone
         nodes, rolling = m.find_nodes(options.nodes, known), m.Rolling(coordinator, tell, options.patience)
         try:
             if options.undrain:

@@ -1023,7 +1023,7 @@ class World:
         if not self.up:
             self.after(1.0, lambda: self._give_back(node))
             return
-        if self.tell(e.UndrainAsked(node.name)):
+        if self.tell(e.UndrainAsked(node.name)) and node.alive:  # a dead one is drained no more
             raise Broken(f"{node.name} was drained, and control has forgotten it")
         del self.asked[node.name]
 

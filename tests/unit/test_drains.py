@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.drains import Maintenance, NodeState
 from regrow.control.group import LEAVING_S
@@ -206,6 +207,51 @@ def test_what_was_asked_for_outlives_the_job_until_it_is_undone() -> None:
         assert [text for text in status.warnings if "is drained for maintenance" in text] == [
             "node a is drained for maintenance: the group leaves it, until it is said to be back"
         ] * len(drained)
+
+
+def test_a_drained_node_that_ray_has_found_dead_is_drained_no_more() -> None:
+    """After months a run had hundreds of these: on every list, and in what each new worker is placed by."""
+    told = Told()
+    told(e.NodesAlive(frozenset("abc")))
+    told.form(one(1, "a"), one(2, "b"), one(3, "c"))
+    told.begin("abc")
+    for drained in "bc":
+        assert told(e.DrainAsked(drained)) == ""
+    told(e.NodesAlive(frozenset("ac")))
+    asked = told.control.group.nodes.exclusions.asked
+    assert asked == {"c"}
+    assert told.records("node_lost")[0]["drained"] is True
+    view = told.control.drains.look(0, told.now)
+    assert [(each.id, each.asked, each.is_out) for each in view.gone] == [("b", True, True)]
+    assert told(e.UndrainAsked("b")) == "", "a command that has rebooted it says so"
+    events = [
+        {"time": told.now, "event": command.event, **command.fields}
+        for command in told.commands
+        if isinstance(command, c.Record)
+    ]
+    assert Past.of(events, generation=1, logged=0, stored=-1, restarted=False).drained == {"c"}
+    status = status_of(History.of_logs([], events), folder="a", config={}, now=told.now)
+    assert [text[:6] for text in status.warnings if "is drained for maintenance" in text] == ["node c"]
+
+
+def test_a_drain_outlives_the_job_until_ray_says_that_the_node_is_not_there() -> None:
+    """It may have gone between two jobs, or with the cluster of the earlier one."""
+    told = Told(Past(drained=frozenset("ab")))
+    asked = told.control.group.nodes.exclusions.asked
+    told()
+    assert asked == {"a", "b"}, "Ray has not been asked yet"
+    told(e.NodesAlive(frozenset("bc")))
+    assert asked == {"b"}
+    assert told.records("undrain") == [{"node": "a", "lost": True}]
+
+
+def test_a_node_that_dies_while_it_is_left_is_out_of_service() -> None:
+    world, asked = world_of(3)
+    first, second, _ = asked.nodes()
+    world.after(0.1, lambda: world.kill_node(world.nodes[first.id]))
+    asked.rolling().drain([first, second])
+    assert asked.words() == ["asked", "out", "whole", "asked", "out"]
+    assert first.id not in world.control.group.nodes.exclusions.asked
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
     def nodes_alive(event: e.NodesAlive, now: float) -> None:
         group.arrivals.alive(event, now)
         snapshots.nodes_alive(event, now)
+        control.drains.alive(event, now)
 
     def keeper_up(event: e.KeeperUp, now: float) -> None:
         group.keeper_up(event, now)

@@ -5,7 +5,7 @@ group trains without it its workers are ended, so that others are started elsewh
 that the run needs is on it. What was asked for is in the log, and outlives coordinator and job.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -13,11 +13,13 @@ from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
 from regrow.config.snapshots import takes_snapshots
 from regrow.control.commands import Reply
-from regrow.control.events import DrainAsked, UndrainAsked
+from regrow.control.events import DrainAsked, NodesAlive, UndrainAsked
 from regrow.control.group import Group
 from regrow.control.membership import Member
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
+
+NUM_GONE = 64  # nodes of which a command is told that they died while they were drained
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Maintenance:
     most_slices: int  # of the unit of that group that has most: its passes, where a pass is a slice
     num_coming: int  # workers that start, or have joined and make the next group faster
     ending: str  # why the run ends, or empty
+    gone: tuple[NodeState, ...] = ()  # that Ray found dead while they were drained, the newest: drained no more
 
 
 class Drains:
@@ -55,6 +58,7 @@ class Drains:
         self._most_slices = {size: each.batch.most_slices for size, each in topologies(config).items()}
         self._takes_snapshots = takes_snapshots(config.snapshot)
         snapshots.keepers.drained = group.nodes.exclusions.asked
+        self._gone: deque[str] = deque(maxlen=NUM_GONE)  # nodes
 
     def ask(self, event: DrainAsked, now: float) -> None:
         """Have the group leave a node, unless it could not go on without it; replies why not, or with nothing."""
@@ -74,8 +78,21 @@ class Drains:
             exclusions.asked.discard(event.node)
             self._group.out.record("undrain", node=event.node)
             self._group.out.append(Reply(""))
+        elif self._snapshots.keepers.is_dead(event.node):  # it was drained until then
+            self._group.out.append(Reply(""))
         else:
             self._group.out.append(Reply(f"node {event.node[:12]} was not drained by jobs.drain"))
+
+    def alive(self, event: NodesAlive, now: float) -> None:
+        """A node that Ray has found dead is drained no more: its host comes back as another one.
+
+        Of one that was asked for in an earlier job, too: it had workers, so Ray knew it, and gives no id twice.
+        """
+        asked = self._group.nodes.exclusions.asked
+        for node in sorted(asked - event.nodes):
+            asked.discard(node)
+            self._gone.append(node)
+            self._group.out.record("undrain", node=node, lost=True)
 
     def look(self, step: int, now: float) -> Maintenance:
         """How it stands; `step` is the newest that is logged."""
@@ -104,6 +121,10 @@ class Drains:
             self._most_slices.get(len(membership.current), 0),
             self._num_coming(group.excluded_nodes(now)),
             group.stop_reason,
+            tuple(
+                NodeState(node, group.nodes.machines.get(node, node), "", 0, 0, asked=True, is_out=True)
+                for node in self._gone
+            ),
         )
 
     def _why_not(self, node: str, now: float) -> str:

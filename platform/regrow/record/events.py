@@ -509,10 +509,13 @@ class Drain(Incident):
 
 @dataclass(frozen=True, kw_only=True)
 class Undrain(Event):
-    """A node that was drained for maintenance is in service again."""
+    """A node that was drained for maintenance is in service again, or is gone."""
 
     node: str  # id
-    words = "node {0.node:.12} is in service again"
+    lost: bool | None = None  # Ray has found it dead: its host comes back as another node
+
+    def sentence(self) -> str:
+        return f"node {self.node:.12} {'was drained, and is gone' if self.lost else 'is in service again'}"
 
 
 @dataclass(frozen=True, kw_only=True)

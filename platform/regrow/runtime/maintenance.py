@@ -230,15 +230,16 @@ def left(rolling: Rolling, nodes: Sequence[NodeState], run: str, *, undrain: boo
 
 
 def _state_of(node: str, view: Maintenance) -> NodeState:
-    found = next((each for each in view.nodes if each.id == node), None)
+    found = next((each for each in [*view.gone, *view.nodes] if each.id == node), None)
     if found is None or not found.asked:
         raise DrainError(f"node {node[:12]} was put back into service meanwhile, by another command")
     return found
 
 
 def _in_service(view: Maintenance) -> int:
-    """Workers that train or are ready to, but on nodes that are drained."""
-    return sum(node.ranks + node.waiting for node in view.nodes if not node.asked)
+    """Workers that train or are ready to, but on nodes that are drained, or were and are gone."""
+    gone = {node.id for node in view.gone}
+    return sum(node.ranks + node.waiting for node in view.nodes if not node.asked and node.id not in gone)
 
 
 def _group(view: Maintenance) -> str:

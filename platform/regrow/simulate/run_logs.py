@@ -164,7 +164,7 @@ def lost_a_worker(events: Sequence[Event], ready: Ready) -> bool:
     lost: Collection[str] = {
         node for event in of_kind(events, Failure) if event.time < ready.time for node in event.nodes or []
     }
-    back = {event.node for event in of_kind(events, Undrain)}
+    back = {event.node for event in of_kind(events, Undrain) if not event.lost}
     return ready.node in lost or ready.node in back
 
 
