@@ -1,6 +1,8 @@
 """A pulse is read while it is written: no reader sees a half of it."""
 
+import contextlib
 import errno
+import json
 import mmap
 import os
 import subprocess
@@ -13,7 +15,8 @@ import pytest
 import regrow
 from regrow.errors import CheckpointError
 from regrow.runtime.kept_rows import ROWS
-from regrow.runtime.liveness.pulse import SIZE, STACKS, PulseFile, read_pulses
+from regrow.runtime.liveness.heartbeat import pending_collectives
+from regrow.runtime.liveness.pulse import SIZE, STACKS, TRACE, PulseFile, has_ended, look, read_pulses, shortened
 from support.beside_writer import read_beside_writer
 
 BEAT = """
@@ -43,6 +46,22 @@ ControlWord(traces=1).write(folder)
 (said,) = pulse.where(folder, 1)
 trace = folder / f"{pulse.TRACE}-{os.getpid()}"
 print(said.asked, trace.stat().st_size > 64 if trace.exists() else "none")
+"""
+
+# how long the file of stacks is after a look, and after many more
+LOOKED = """
+import os, sys
+from pathlib import Path
+from regrow.runtime.liveness import pulse
+from regrow.runtime.liveness.heartbeat import Heartbeat
+folder = Path(sys.argv[1])
+heartbeat = Heartbeat(folder)
+stacks = folder / f"{pulse.STACKS}-{os.getpid()}"
+sizes = []
+for _ in range(8):
+    assert "most recent call first" in pulse.look(folder)
+    sizes.append(stacks.stat().st_size)
+print(sizes[0], sizes[-1])
 """
 
 
@@ -86,6 +105,61 @@ def test_a_pulse_that_memory_does_not_hold_is_an_error(tmp_path: Path, monkeypat
         PulseFile(tmp_path)
     assert not mapped
     assert list(tmp_path.iterdir()) == []
+
+
+def collective(number: int, *, ended: bool) -> dict[str, Any]:
+    """As NCCL's recorder has one."""
+    state = {"state": "completed" if ended else "scheduled", "retired": ended}
+    return {"record_id": number, "time_created_ns": number, "profiling_name": "nccl:all_reduce " * 30, **state}
+
+
+@pytest.mark.parametrize("format_", ["ours", "another"])
+def test_a_look_brings_what_a_worker_waits_in_and_not_all_that_it_has_done(tmp_path: Path, format_: str) -> None:
+    """64 nodes of eight brought half a gigabyte through the coordinator."""
+    pulse, waits = PulseFile(tmp_path), {1000, 1990, 1999}
+    record = {"version": "2.10", "entries": [collective(number, ended=number not in waits) for number in range(2000)]}
+    trace = tmp_path / f"{TRACE}-{os.getpid()}"
+    trace.write_text(f'{json.dumps(record)}\n{{"entries": []}}' if format_ == "ours" else "x" * 1_000_000)
+    assert trace.stat().st_size >= 1_000_000
+    said = look(tmp_path)
+    assert len(said) < 300_000
+    assert not trace.exists()
+    (line,) = [each for each in said.splitlines() if each.startswith(f"collectives of {os.getpid()}: ")]
+    if format_ == "ours":
+        found = line.partition(": ")[2]
+        assert [each["record_id"] for each in pending_collectives(found.encode(), 0)] == sorted(waits)
+        entries = json.loads(found)["entries"]
+        assert [each["record_id"] for each in entries if has_ended(each)] == [*range(1948, 1990), *range(1991, 1999)]
+    assert pulse.path.exists()
+
+
+def test_of_an_earlier_generation_which_was_broken_off_and_never_ends_nothing_is_said() -> None:
+    record = {"entries": [collective(number, ended=False) for number in range(4)], "version": "2.10"}
+    said = json.loads(shortened(json.dumps(record), since_ns=2))
+    assert said == {"entries": record["entries"][2:], "version": "2.10"}
+
+
+def test_a_node_whose_workers_wait_in_many_collectives_says_no_more_than_a_node_may(tmp_path: Path) -> None:
+    """The first of those, in which a worker hangs, is among what it says."""
+    pulse = PulseFile(tmp_path).path.read_bytes()
+    with contextlib.ExitStack() as processes:
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        for process in [processes.enter_context(subprocess.Popen(sleeps)) for _ in range(8)]:
+            processes.callback(process.kill)
+            (tmp_path / f"pulse-{process.pid}").write_bytes(pulse)
+            record = {"entries": [collective(number, ended=number < 1000) for number in range(2000)]}
+            (tmp_path / f"{TRACE}-{process.pid}").write_text(json.dumps(record))
+        said = look(tmp_path)
+    assert said.count('"record_id": 1000,') == 8
+    assert len(said) < 300_000
+
+
+def test_a_look_has_the_stacks_of_now_and_their_file_does_not_grow(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", LOOKED, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
+    )
+    first, last = map(int, said.stdout.split())
+    assert 0 < last < 2 * first
 
 
 @pytest.mark.parametrize(("limit", "trace"), [(64, "none"), (1 << 30, "True")])

@@ -287,9 +287,9 @@ class Shell:
     def _save_stacks(self, command: c.SaveStacks) -> None:
         generation = self.control.generation
         name = f"{STACKS}/generation-{generation:06d}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.txt"
-        text = "\n".join(f"== node {node}\n{where or 'no answer'}" for node, where in command.found.items())
 
         def save() -> None:
+            text = "\n".join(f"== node {node}\n{where or 'no answer'}" for node, where in command.found.items())
             with contextlib.suppress(OSError):  # the group matters more
                 self._folder.write_bytes(name, text.encode())
 

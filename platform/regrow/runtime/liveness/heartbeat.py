@@ -23,7 +23,7 @@ from regrow.control.phases import KEPT, Phase
 from regrow.control.slow import Spent
 from regrow.parallel import tree
 from regrow.runtime.abort import Breaker
-from regrow.runtime.liveness.pulse import STACKS, STACKS_SIGNAL, TRACE, PulseFile
+from regrow.runtime.liveness.pulse import STACKS, STACKS_SIGNAL, TRACE, PulseFile, has_ended, shortened
 from regrow.state.memory.control_word import ControlWord
 from regrow.train.orders import hang_where_ordered
 
@@ -62,7 +62,8 @@ class Heartbeat:
         self._at_a_collective, self._at_a_message = _at_hosts, _at_none
         self._entered_ns = 0  # the generation
         self._lock = threading.Lock()
-        self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
+        # the signal appends to it, and who asks empties it before: written from an offset of its own it would grow
+        self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "a")  # noqa: SIM115
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
         asked = ControlWord.read(folder).traces  # of a process that was there before
         threading.Thread(target=self._run, args=(asked,), name="heartbeat", daemon=True).start()
@@ -169,7 +170,8 @@ class Heartbeat:
         """
         dumps, trace = _recorded(), self._folder / f"{TRACE}-{os.getpid()}"
         try:
-            trace.write_bytes(b"\n".join(dumps))
+            said = (shortened(dump.decode(errors="replace"), self._entered_ns) for dump in dumps)
+            trace.write_text("\n".join(said))
         except OSError:  # a part of it would take what memory is left
             trace.unlink(missing_ok=True)
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -200,9 +202,7 @@ def _recorded() -> list[bytes]:
 def pending_collectives(dump: bytes, since_ns: int) -> list[dict[str, Any]]:
     """The collectives that were begun since a time and have not ended, by torch's flight recorder (JSON)."""
     entries = json.loads(dump).get("entries", [])  # none where there was no collective yet
-    # gloo's are retired as they end; NCCL's state is that of the device's events
-    pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-    return [entry for entry in pending if entry["time_created_ns"] >= since_ns]
+    return [entry for entry in entries if not has_ended(entry) and entry["time_created_ns"] >= since_ns]
 
 
 def newest_collective(dump: bytes, since_ns: int) -> tuple[int, int]:

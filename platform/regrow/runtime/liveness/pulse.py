@@ -5,6 +5,7 @@ way goes `ControlWord`: which generations are over, and that stacks are wanted. 
 """
 
 import contextlib
+import json
 import mmap
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 from regrow.control.health import NOTHING, Pulse
 from regrow.control.phases import PHASES, Phase
@@ -23,6 +25,8 @@ from regrow.runtime.kept_rows import ROWS
 STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
 STACKS_SIGNAL = signal.SIGUSR2  # has it write down where each of its threads is
 LOOK_S = 0.2  # for workers to do so
+MOST_SAID = 256_000  # characters, of a node's workers: a coordinator takes in what dozens of nodes say at once
+NEWEST = 50  # collectives that have ended, of each record
 WHERE_S = 1.0  # for workers to say whether they wait for others
 _BEAT = struct.Struct("<qqqd")  # generation, step, nanoseconds of the machine's monotonic clock, seconds of a probe
 _WHERE = struct.Struct("<qqqd")  # the question, collectives begun, whether one has not ended, for how long by then
@@ -144,29 +148,55 @@ def where(folder: Path, asked: int) -> list[Pulse]:
         time.sleep(0.02)
 
 
+def has_ended(collective: Mapping[str, Any]) -> bool:
+    """By an entry of torch's flight recorder: gloo's are retired as they end; NCCL's state is that of the device's
+    events."""
+    return bool(collective["retired"] or collective["state"] == "completed")
+
+
+def shortened(record: str, since_ns: int = 0) -> str:
+    """A flight record (JSON), of the collectives since a time (unix time, ns) those that have not ended, oldest first,
+    and the newest of the others; as it is where its format is another one."""
+    try:
+        content = json.loads(record)
+        entries = [each for each in content.pop("entries") if int(each.get("time_created_ns", since_ns)) >= since_ns]
+        over = [each for each in entries if has_ended(each)]
+        pending = [each for each in entries if not has_ended(each)]
+        return json.dumps({"entries": pending + over[-NEWEST:], **content})
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return record
+
+
 def look(folder: Path) -> str:
-    """Where each worker of the node is: the stacks of its threads, and its newest collectives as torch recorded them.
+    """Where each worker of the node is: the stacks of its threads, and its newest collectives as torch recorded them;
+    `MOST_SAID` characters, and some for each worker.
 
     A `ControlWord` has just asked for these. A process that is stopped says nothing but that.
     """
     pulses = [pulse for pulse in read_pulses(folder) if pulse.state]
     answers = {pulse.pid: folder / f"{STACKS}-{pulse.pid}" for pulse in pulses}
-    begins = {pid: path.stat().st_size if path.exists() else None for pid, path in answers.items()}
-    for pid, begin in begins.items():
-        if begin is not None:  # it listens to the signal
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, STACKS_SIGNAL)
+    for pid, path in answers.items():
+        with contextlib.suppress(OSError):  # one without that file does not listen to the signal
+            os.truncate(path, 0)
+            os.kill(pid, STACKS_SIGNAL)
     time.sleep(LOOK_S)
-    lines = []
+    most, lines = MOST_SAID // max(len(pulses), 1), []
     for pulse in pulses:
         lines.append(
             f"process {pulse.pid}, state {pulse.state}, last ran {pulse.silent_s:.1f} s ago, "
             f"generation {pulse.generation}, finished step {pulse.step}"
         )
+        stacks = ""
         with contextlib.suppress(OSError):
-            lines.append(answers[pulse.pid].read_bytes()[begins[pulse.pid] or 0 :].decode(errors="replace"))
+            stacks = _cut(answers[pulse.pid].read_text(errors="replace"), most // 2)
+            lines.append(stacks)
         with contextlib.suppress(OSError):
             trace = folder / f"{TRACE}-{pulse.pid}"
-            lines.append(f"collectives of {pulse.pid}: {trace.read_text()}")
+            records = "\n".join(map(shortened, trace.read_text(errors="replace").split("\n")))
+            lines.append(f"collectives of {pulse.pid}: {_cut(records, most - len(stacks))}")
             trace.unlink()
     return "\n".join(lines) + "\n"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ... and {len(text) - most:,} characters"
