@@ -207,7 +207,33 @@ def test_a_disk_that_is_full_is_told_in_a_line_and_leaves_no_file(tmp_path: Path
             export(tmp_path / "run", tmp_path / "hf")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list((tmp_path / "hf").iterdir())
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("form", ["hf", "torchtitan", "dcp"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_export_that_fails_leaves_the_folder_as_it_was(
+    form: str, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    config = DataConfig(vocab_size=512, seq_len=8, validation_fraction=0.2)
+    prepare(config, WordRecipe(), tmp_path / "data" / "words", progress=lambda stage, done, total: None)
+    run, to = tmp_path / "run", tmp_path / "out"
+    save_run(run, tiny_model(), steps=(1, 2))
+    (run / "config.yaml").write_text("train: {steps: 9}")
+    record = run / "run.json"
+    record.write_text(record.read_text().replace("0" * 64, Manifest.load(tmp_path / "data" / "words").sha256))
+    if is_there:
+        to.mkdir()
+    for file in (run / "checkpoints" / "step-00000002").glob("*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    checkpoints = checkpoints_of(str(run))
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        export_run(form, str(run), choose(*checkpoints, 2)[1], str(to), dtype=Dtype.float32, start=quiet)
+    assert to.exists() == is_there
+    assert not is_there or list(to.iterdir()) == []
+    export_run(form, str(run), choose(*checkpoints, 1)[1], str(to), dtype=Dtype.float32, start=quiet)
 
 
 def test_bfloat16_files_hold_the_nearest_values_and_can_be_imported(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs made of Hugging Face's weights, torchtitan's or torch's DCP, or a mean of checkpoints; and written as these."""
 
+import contextlib
 import hashlib
 import itertools
 import re
@@ -58,20 +59,21 @@ def export_run(form: str, run_folder: str, index: Index, to: str, *, dtype: Dtyp
     """Write a run's checkpoint to a new folder, in the form `hf` (its weights in `dtype`), `dcp` or `torchtitan`; says
     what it did.
 
-    Raises RegrowError where the folder is not empty, or the checkpoint is damaged.
+    Raises RegrowError where the folder is not empty, or the checkpoint is damaged. What fails leaves nothing there.
     """
     run, target = Storage.at(run_folder), Storage.at(to)
     _check_empty(target)
-    if form == "hf":
-        written = _export_weights(run, index, target, dtype, start)
-    elif dtype is not Dtype.float32:
-        raise CheckpointError(
-            f"{form} holds the state as it is, in float32; leave out --dtype {dtype}, or export to hf"
-        )
-    elif form == "torchtitan":
-        written = _export_for_torchtitan(run, index, target, start)
-    else:
-        written = _export_state(run, index, target, start)
+    with _all_or_nothing(target):
+        if form == "hf":
+            written = _export_weights(run, index, target, dtype, start)
+        elif dtype is not Dtype.float32:
+            raise CheckpointError(
+                f"{form} holds the state as it is, in float32; leave out --dtype {dtype}, or export to hf"
+            )
+        elif form == "torchtitan":
+            written = _export_for_torchtitan(run, index, target, start)
+        else:
+            written = _export_state(run, index, target, start)
     return f"step {index.step} of {run} is at {target}, {written}"
 
 
@@ -399,6 +401,21 @@ def _check_new_run(folder: Storage) -> None:
 def _check_empty(folder: Storage) -> None:
     if folder.list():
         raise CheckpointError(f"{folder} is not empty; name a new folder")
+
+
+@contextlib.contextmanager
+def _all_or_nothing(folder: Storage) -> Iterator[None]:
+    """For filling a folder that is empty, or not there: a failure, an interrupt too, leaves it as it was."""
+    was_there = folder.is_local and folder.local_path.exists()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError, StorageError):  # storage that fails: what was first says why
+            for name in folder.list():
+                folder.delete(name)
+            if folder.is_local and not was_there:
+                folder.local_path.rmdir()
+        raise
 
 
 def _local(folder: Storage) -> Path:
