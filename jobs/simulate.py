@@ -16,6 +16,7 @@ from regrow.simulate.replay import local_folder, replay
 from regrow.simulate.report import figures_of, goal_lines, line_of, write_page
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of, replicas_of
+from regrow.storage import make_folder
 
 
 def main(config: SimulateJobConfig, *, as_json: bool) -> None:
@@ -26,13 +27,15 @@ def main(config: SimulateJobConfig, *, as_json: bool) -> None:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else "\n".join(found.lines()))
         return
     profile = Profile.read(simulate.runs) if simulate.runs else None
-    results = compare(inputs_of(config, profile), replicas_of(simulate), simulate.seed)
+    inputs, folder = inputs_of(config, profile), Path(simulate.out or "runs/simulate")
+    if not as_json:
+        make_folder(folder, "simulate.out")
+    results = compare(inputs, replicas_of(simulate), simulate.seed)
     if as_json:
         print(json.dumps(figures_of(config, results), indent=2, allow_nan=False))
         return
     for result in results:
         print(line_of(result))
-    folder = Path(simulate.out or "runs/simulate")
     sweep = write_page(folder, config, results)
     if profile is not None:
         own = inputs_of(config)[0]  # with what was published

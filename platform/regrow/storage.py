@@ -443,6 +443,19 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> lis
         return list(threads.map(function, items))
 
 
+def make_folder(folder: Path, setting: str) -> None:
+    """Make a local folder where there is none. Raises StorageError, with the setting to change, where it cannot be made
+    or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = None if os.access(folder, os.W_OK | os.X_OK) else "no right to write, or a read-only file system"
+    except OSError as error:
+        problem = error.strerror
+    if problem is not None:
+        raise StorageError(f"{folder} is no folder to write to ({problem}); set {setting} to one")
+
+
 def is_remote(location: str | None) -> bool:
     """Whether a path or URI leads out of this machine's file system."""
     return location is not None and "://" in location and not location.startswith("file://")

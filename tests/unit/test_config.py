@@ -1,6 +1,8 @@
 """The command line: quick answers, and one clear line for every mistake."""
 
+import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from regrow.config import store
 from regrow.config.check import check, geometry, topologies, world_sizes
 from regrow.config.schema import (
     AttentionKernel,
@@ -32,8 +35,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def pretrain(*arguments: str, ray_address: str = "") -> subprocess.CompletedProcess[str]:
+    return run_job("pretrain", *arguments, ray_address=ray_address)
+
+
+def run_job(job: str, *arguments: str, ray_address: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "jobs.pretrain", *arguments],
+        [sys.executable, "-m", f"jobs.{job}", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -86,6 +93,7 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         (["run.name=../x"], "run.name='../x'"),
         (["+data.corpora.x=y", "model.rope_scaling.factor=8"], "model.rope_scaling.factor: model.rope_scaling is null"),
         (["train.steps"], "train.steps"),
+        (["data.source=/texts"], "data=python_docs reads none; give data=text_files or data=fineweb_edu"),
         (["data=null"], "a group of files takes the name of one: data=NAME in place of data=null"),
         (["+cluster=1", "model=8b"], "a group of files takes the name of one: cluster=NAME in place of cluster=1"),
     ],
@@ -99,6 +107,49 @@ def test_a_mistake_ends_in_one_line_that_names_the_fix(arguments: list[str], lin
     assert line in done.stderr
     assert "Traceback" not in done.stdout
     assert time.monotonic() - begun < 30  # a deadline, not a measurement
+
+
+@pytest.mark.parametrize(
+    ("job", "setting", "arguments"),
+    [
+        ("pretrain", "run.storage_path", []),
+        ("pretrain", "run.storage_path", ["+data.corpora.web=/dev"]),
+        ("pretrain_torchrun", "run.storage_path", []),
+        ("prepare_data", "run.storage_path", []),
+        ("drill", "run.storage_path", ["+drill=kill_node"]),
+        ("simulate", "simulate.out", ["+cluster=h100x64", "simulate.days=1", "simulate.replicas=2"]),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_line_before_anything_starts(
+    job: str, setting: str, arguments: list[str]
+) -> None:
+    done = run_job(job, *arguments, f"{setting}=/dev/null/x")
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"error: /dev/null/x(/data)? is no folder to write to \(Not a directory\); set {setting} to one\n", done.stderr
+    )
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_place_that_fails_is_one_line_wherever_a_job_meets_it(number: int) -> None:
+    with pytest.raises(SystemExit, match=rf"^error: /runs/x: {os.strerror(number)}$"):
+        meet(OSError(number, os.strerror(number), "/runs/x"))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOENT, "of no file"), OSError(errno.EBADF, "of a bug", "/runs/x"), OSError("of a library")]
+)
+def test_other_errors_of_the_system_keep_their_traceback(error: OSError) -> None:
+    with pytest.raises(OSError, match="of ") as caught:
+        meet(error)
+    assert caught.value is error
+
+
+def meet(error: OSError) -> None:
+    """What a job that raises this ends with."""
+    with store._mistakes_in_one_line(PretrainConfig):
+        raise error
 
 
 @pytest.mark.parametrize(("argument", "files"), [("~data", ["model"]), ("~model", ["data"])])
@@ -274,12 +325,12 @@ def test_every_number_of_a_mixture_is_one() -> None:
         check(config)
 
 
-def test_a_cluster_that_is_gone_is_not_waited_for() -> None:
+def test_a_cluster_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         corpus = ["data=python_docs", "data.seq_len=128"]  # which is large enough
-        done = pretrain("+cluster=h100x64", *corpus, "run.storage_path=/nowhere-that-matters", ray_address=address)
+        done = pretrain("+cluster=h100x64", *corpus, f"run.storage_path={tmp_path}", ray_address=address)
     assert done.returncode == 1
     assert "needs 64 GPUs (at least 32), found 0: no Ray cluster at 'auto' (the head at" in done.stderr
     assert "does not answer" in done.stderr

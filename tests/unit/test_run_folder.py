@@ -14,7 +14,7 @@ from regrow.record.lock import lock_run
 from regrow.record.run_folder import identity, model_of, read_config, write_record
 from regrow.runtime import run_folder as module
 from regrow.runtime.run_folder import check_may_start, find_or_create, open_run, write_config
-from regrow.storage import Storage
+from regrow.storage import Storage, StorageError
 
 
 def config(tmp_path: Path) -> PretrainConfig:
@@ -143,3 +143,18 @@ def test_a_model_is_found_back_in_its_identity(tmp_path: Path) -> None:
     record = json.loads(json.dumps(identity(made)))
     assert model_of(record) == replace(made.model, name="debug")
     assert model_of({"model.dim": 64}) == ModelConfig(dim=64)
+
+
+@pytest.mark.parametrize("place", ["a-file", "a-file/below", "read-only"])
+def test_a_folder_that_cannot_be_written_to_is_refused_with_its_setting(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a-file").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # what is read-only is not so to root
+    with pytest.raises(StorageError, match=rf"^{tmp_path / place} is no folder to write to \(.*; set run.storage_path"):
+        check_may_start(config(tmp_path / place))
+
+
+def test_the_folder_of_runs_is_made_and_nothing_in_it(tmp_path: Path) -> None:
+    check_may_start(config(tmp_path / "new" / "runs"))
+    assert list((tmp_path / "new" / "runs").iterdir()) == []

@@ -278,6 +278,10 @@ def _data(config: PretrainConfig) -> None:
         0 < data.validation_fraction < 0.5,
         f"data.validation_fraction={data.validation_fraction} must be above 0 and below 0.5",
     )
+    _need(
+        data.source is None or data.recipe != "python_docs",
+        f"data.source={data.source} is set, and data=python_docs reads none; give data=text_files or data=fineweb_edu",
+    )
     _need(data.max_document_chars >= 1, f"data.max_document_chars={data.max_document_chars} must be at least 1")
     _need(data.window_steps >= 1, f"data.window_steps={data.window_steps} must be at least 1")
     _need(data.prefetch_windows >= 1, f"data.prefetch_windows={data.prefetch_windows} must be at least 1")

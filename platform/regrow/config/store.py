@@ -4,6 +4,7 @@ The only module of `regrow` that imports hydra or omegaconf.
 """
 
 import difflib
+import errno
 import io
 import os
 import re
@@ -34,6 +35,7 @@ CONF_DIR = Path(__file__).parents[3] / "conf"
 BELOW_NULL = "Unexpected type for root"  # what omegaconf asserts of a key below a structured node that is null
 NO_NAME = "Config group override must be a string"  # what hydra says of data=null
 ALWAYS = ("model", "data")  # groups of which one file is chosen by default
+PLACE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC)  # of what a user names, or fills
 CHOICES = (*ALWAYS, "cluster")  # groups of which a job's arguments choose a file
 
 Config = TypeVar("Config", bound=PretrainConfig)
@@ -81,6 +83,10 @@ def _mistakes_in_one_line(schema: type[PretrainConfig]) -> Iterator[None]:
         sys.exit(130)
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_one_line(error, schema)}")
+    except OSError as error:
+        if error.errno not in PLACE_ERRORS or error.filename is None:
+            raise
+        sys.exit(f"error: {error.filename}: {error.strerror}")
     except AttributeError as error:
         key = re.search(r"full_key: (\S+)", str(error))
         if key is None:

@@ -21,7 +21,7 @@ from regrow.record.run_folder import (
     write_record,
 )
 from regrow.state.disk.catalog import committed_steps
-from regrow.storage import Storage
+from regrow.storage import Storage, make_folder
 
 LEFT_OUT = {"optim.moments": str(Dtype.float32)}  # of a run's identity where it is so, but not of an import's
 
@@ -35,11 +35,19 @@ class Run:
     resumed_step: int | None  # newest committed step when an existing run goes on; 0: none yet; None: a new run
 
 
+def make_storage(config: PretrainConfig) -> None:
+    """Make the folder that runs are in, where it is a local one. Raises StorageError where it cannot be written to."""
+    if (storage := Storage.at(config.run.storage_path)).is_local:
+        make_folder(storage.local_path, "run.storage_path")
+
+
 def check_may_start(config: PretrainConfig) -> None:
     """Refuse, before anything slow happens, to touch an existing run that this config cannot continue.
 
-    Raises ResumeError, showing the difference where settings that the weights depend on changed.
+    Raises ResumeError, showing the difference where settings that the weights depend on changed, and StorageError as
+    `make_storage`.
     """
+    make_storage(config)
     folder = run_folder(config)
     record = read_record(folder)
     if record is None:
@@ -70,7 +78,7 @@ def write_config(run: Run, config: PretrainConfig) -> None:
 def find_or_create(config: PretrainConfig, *, manifest_sha256: str) -> Run:
     """The run, whose lock another job may hold.
 
-    Raises ResumeError as `check_may_start` does, or for other data.
+    Raises as `check_may_start` does, and ResumeError for other data.
     """
     folder, mine = run_folder(config), identity(config)
     check_may_start(config)

@@ -28,7 +28,7 @@ from regrow.data.read.shards import index_name, write_index, write_shard
 from regrow.errors import DataError
 from regrow.progress import Progress, Task
 from regrow.record.log import NO_LOCKS
-from regrow.storage import Storage, in_threads
+from regrow.storage import Storage, in_threads, make_folder
 
 PLAN_FILE = "plan.json"  # says of what the files beside it are the beginnings; gone once the corpus is finished
 Section = tuple[int, int, int, int]  # first token of it in the stream, its tokens, group, bucket
@@ -134,7 +134,8 @@ def record_name(split: int, number: int) -> str:
 def building_site(place: Storage, progress: Progress) -> Iterator[Storage | None]:
     """The folder to build a corpus in, which is at `place` afterwards; None where a finished one stands there.
 
-    On a file system with locks one process at a time builds, others wait for it and say so.
+    On a file system with locks one process at a time builds, others wait for it and say so. Raises StorageError for a
+    local place that cannot be written to.
     """
     if place.is_local:
         with _local_site(place.local_path, progress) as site:
@@ -151,7 +152,7 @@ def building_site(place: Storage, progress: Progress) -> Iterator[Storage | None
 
 @contextmanager
 def _local_site(folder: Path, progress: Progress) -> Iterator[Storage | None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent, "run.storage_path")
     building = folder.with_name(f".{folder.name}.building")
     with _lock(folder, progress):
         if (folder / MANIFEST).is_file():
