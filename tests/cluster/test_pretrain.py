@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,20 +110,33 @@ def test_a_run_in_float8_ends_in_bfloat16_as_one_that_is_stopped_there_and_goes_
     assert losses(job) == losses(by_hand)  # bitwise
 
 
-def test_ctrl_c_commits_a_checkpoint_says_how_to_resume_and_leaves_no_process(storage: Path, undisturbed: Job) -> None:
+@pytest.mark.parametrize(
+    ("number", "local_nodes"),
+    [
+        pytest.param(signal.SIGTERM, 0, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, 2, id="SIGTERM on nodes", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, 0, id="ctrl-c", marks=pytest.mark.long),  # test_elastic has it too
+    ],
+)
+def test_a_signal_to_its_group_commits_a_checkpoint_says_how_to_resume_and_leaves_no_process(
+    number: int, local_nodes: int, storage: Path, undisturbed: Job
+) -> None:
+    """A terminal and GNU `timeout` signal the whole group of processes that the driver is in."""
+    name = f"{signal.Signals(number).name}-{local_nodes}"
     arguments = [*SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=1000"]
-    with Job(storage, "interrupted", *arguments) as job:
+    with Job(storage, name, *arguments, f"cluster.local_nodes={local_nodes}") as job:
         job.wait_for(lambda: job.last_step() >= 5)
-        job.interrupt()
+        os.killpg(job.process.pid, number)
         assert job.wait() == 130, job.printed()
         assert job.processes() == []
+        assert job.memory() == []
     stopped = job.last_step()
     assert 5 <= stopped < 40
     assert job.events("checkpoint")[-1]["step"] == stopped
     assert f"stopped at step {stopped} of 40" in job.printed()
     assert "python -m jobs.pretrain" in job.printed()
     assert "Traceback" not in job.printed()
-    resumed = run_to_end(storage, "interrupted", *arguments)
+    resumed = run_to_end(storage, name, *arguments)
     assert digests(resumed) == digests(undisturbed)
     assert losses(resumed) == losses(undisturbed)
 

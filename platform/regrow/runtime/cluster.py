@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,22 @@ def patient_start() -> Iterator[None]:
 
 
 @contextmanager
+def _out_of_our_group() -> Iterator[None]:
+    """Processes of the Ray that starts here have process groups of their own.
+
+    A SIGTERM to the driver's group, such as GNU `timeout` sends, would end what the last checkpoint is written with.
+    """
+    from ray._private import services
+
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
+
+
+@contextmanager
 def _starting() -> Iterator[None]:
     """Jobs of the Ray that starts here find this Python as `python`, whether its environment is active or not.
 
@@ -198,7 +215,7 @@ def _starting() -> Iterator[None]:
     """
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     try:
-        with patient_start():
+        with patient_start(), _out_of_our_group():
             yield
     except Exception as error:
         folder = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
