@@ -94,6 +94,7 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         (["+data.corpora.x=y", "model.rope_scaling.factor=8"], "model.rope_scaling.factor: model.rope_scaling is null"),
         (["train.steps"], "train.steps"),
         (["data.source=/texts"], "data=python_docs reads none; give data=text_files or data=fineweb_edu"),
+        (["=3"], "=3 names no setting: a variable in front of it may be empty"),
         (["data=null"], "a group of files takes the name of one: data=NAME in place of data=null"),
         (["+cluster=1", "model=8b"], "a group of files takes the name of one: cluster=NAME in place of cluster=1"),
     ],

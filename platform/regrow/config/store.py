@@ -199,6 +199,8 @@ def to_dict(config: PretrainConfig) -> dict[str, Any]:
 
 def _mistake_in(arguments: Sequence[str], error: Exception) -> str | None:
     """What is wrong with the arguments of which hydra or omegaconf says this in a way of its own; else None."""
+    if NO_NAME in str(error) and (nameless := [each for each in arguments if each.startswith("=")]):
+        return f"{nameless[0]} names no setting: a variable in front of it may be empty"
     if NO_NAME in str(error):
         return "a group of files takes the name of one: " + " ".join(
             f"{group}=NAME in place of {group}={value}"
