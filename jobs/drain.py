@@ -7,6 +7,7 @@ next node is asked for once the group is whole again, or no more workers come. A
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
@@ -36,7 +37,7 @@ def main() -> None:
         parser.error("--each and --undrain exclude one another")
     if options.run.startswith(("http://", "https://", "ray://", "rayjob/")):
         parser.error("RUN is a run folder: name it on a node of the run's Ray cluster, in a pod of it on Kubernetes")
-    if options.patience <= 0:
+    if not 0 < options.patience < math.inf:
         parser.error("--patience takes a number of seconds above 0")
     try:
         sys.exit(_drain(options))
