@@ -42,7 +42,7 @@ data: $(READY) ## prepare the corpus without training
 	$(BIN)/python -m jobs.prepare_data $(ARGS)
 
 test: $(DEV) ## what needs no GPU and is quick enough for every commit; ARGS='-k ...' to choose
-	$(BIN)/python -m pytest tests/unit tests/golden tests/dist tests/gpu -n auto --dist worksteal -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
+	$(BIN)/python -m pytest tests/unit tests/golden tests/dist tests/gpu -n auto -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
 	$(BIN)/python -m pytest tests/cluster -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
 
 lint: $(DEV) ## format, lint, types, layers
@@ -52,7 +52,7 @@ lint: $(DEV) ## format, lint, types, layers
 	$(BIN)/lint-imports
 
 check: lint ## the same, and the unit tests: some three minutes
-	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not long and not matrix' -q -n auto --dist worksteal
+	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not long and not matrix' -q -n auto
 
 format: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff format .
