@@ -22,6 +22,9 @@ def synchronizes(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Synchronizes]":
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
     yield device
     device.rests.set()
+    for thread in threading.enumerate():
+        if thread.name == "drain":
+            thread.join()
 
 
 class Synchronizes:

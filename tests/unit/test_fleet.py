@@ -199,7 +199,8 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
     publisher, folder, rmtree = publisher_in(tmp_path), Storage.at(tmp_path), shutil.rmtree
     for number in range(1, 5):  # uncommitted leftovers are deleted too, once there are enough that are whole
         (folder / f"step-0000000{number}").write_bytes("part", b"")
-    monkeypatch.setattr("regrow.state.disk.catalog.committed_steps", lambda folder: [4, 3])
+    for number in (3, 4):
+        (folder / f"step-0000000{number}").write_bytes("COMMIT", b"{}")
     monkeypatch.setattr(
         "regrow.state.disk.catalog.open_checkpoint",
         lambda folder, step, with_files: SimpleNamespace(files=(), generation=1, layout=None, step=step),
