@@ -395,7 +395,7 @@ def _attention(config: PretrainConfig) -> None:
     )
     _need(
         kernel is not AttentionKernel.cudnn or config.cluster.verify_every_steps == 0,
-        f"parallel.attention=cudnn has no order of sums, and cluster.verify_every_steps="
+        f"parallel.attention=cudnn adds in no fixed order, and cluster.verify_every_steps="
         f"{config.cluster.verify_every_steps} compares gradients bit by bit; set parallel.attention=auto or flash",
     )
     _need(
