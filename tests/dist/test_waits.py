@@ -45,9 +45,9 @@ def test_ranks_wait_for_the_one_that_is_late_and_that_one_for_none(replicas: int
         assert (waited_s < LATE_S) == (rank == LATE)  # nor is what was waited in the validation counted
 
 
-def waits_for_copies() -> float:
-    """Seconds that a rank waited for the other copy of the model in a step in which one is slow within a block."""
-    training = Training(MODEL, parallel=ParallelConfig(dp_replicate=2))
+def waits_within_a_block(parallel: ParallelConfig, group: str) -> float:
+    """Seconds that a rank waited for others of its group in a step in which one is slow within a block."""
+    training = Training(MODEL, parallel=parallel)
     step = build(training)
     rows, passes = micro_batches(training, 0)
     step.run(rows, num_micro_batches=passes, lr=1e-3).resolve()
@@ -56,31 +56,17 @@ def waits_for_copies() -> float:
     dist.barrier()
     stats = step.run(rows[:1], num_micro_batches=1, lr=1e-3)
     stats.resolve()
-    return stats.waits()[REPLICATE]
+    return stats.waits()[group]
 
 
 def test_of_copies_that_are_a_rank_each_the_slow_one_is_told_from_the_one_that_waits_for_it() -> None:
     """FSDP calls no collective over shards there, whose end could say when gradients were ready."""
-    for rank, waited_s in enumerate(run_ranks(waits_for_copies, 2)):
+    for rank, waited_s in enumerate(run_ranks(waits_within_a_block, 2, ParallelConfig(dp_replicate=2), REPLICATE)):
         assert (waited_s < LATE_S) == (rank == LATE)
 
 
-def waits_of_rows_shared() -> float:
-    """Seconds that a rank waited for those of its copy in a step in which one is slow within a block."""
-    training = Training(MODEL, parallel=ParallelConfig(cp=2))
-    step = build(training)
-    rows, passes = micro_batches(training, 0)
-    step.run(rows, num_micro_batches=passes, lr=1e-3).resolve()
-    if dist.get_rank() == LATE:
-        step.model.layers[0].register_forward_pre_hook(lambda *inputs: time.sleep(LATE_S))  # type: ignore[union-attr,operator,index]
-    dist.barrier()
-    stats = step.run(rows[:1], num_micro_batches=1, lr=1e-3)
-    stats.resolve()
-    return stats.waits()[SHARD]
-
-
 def test_of_ranks_that_share_rows_the_slow_one_is_told_from_the_one_that_waits_for_its_keys() -> None:
-    for rank, waited_s in enumerate(run_ranks(waits_of_rows_shared, 4)):
+    for rank, waited_s in enumerate(run_ranks(waits_within_a_block, 4, ParallelConfig(cp=2), SHARD)):
         assert (waited_s < LATE_S) == (rank == LATE)
 
 

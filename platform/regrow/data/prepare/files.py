@@ -11,7 +11,6 @@ import gzip
 import io
 import itertools
 import json
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piece, Skipped
+from regrow.data.sized_file import SizedFile
 from regrow.errors import DataError, RegrowError, UnseenError, first_line
 from regrow.storage import RemoteStorage, in_threads, is_remote
 
@@ -44,26 +44,12 @@ class _Unfetched(Exception):
         self.error = error
 
 
-class _PatientFile(io.RawIOBase):
+class _PatientFile(SizedFile):
     """A file as Arrow reads it, each read asked for again while storage fails. Raises _Unfetched at last."""
 
     def __init__(self, open_file: Callable[[], Any]) -> None:
-        self._open, self._position = open_file, 0
-        self._file: Any = None
-        self._num_bytes = self._fetch(lambda file: int(file.size()))
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
+        self._open, self._file = open_file, None
+        super().__init__(self._fetch(lambda file: int(file.size())))
 
     def read(self, size: int | None = -1) -> bytes:
         begin = min(self._position, self._num_bytes)

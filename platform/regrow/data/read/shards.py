@@ -12,7 +12,6 @@ its first token stands in the stream, and `id`. A document that is cut by a shar
 
 import hashlib
 import io
-import os
 import threading
 import zlib
 from collections import OrderedDict
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from regrow.data.read.batch import Rows
 from regrow.data.read.manifest import Manifest, Shard
 from regrow.data.read.range_cache import RangeCache
+from regrow.data.sized_file import SizedFile
 from regrow.errors import DataError, UnavailableError, first_line
 from regrow.storage import Storage, may_pass
 
@@ -165,24 +165,12 @@ def _open_again(folder: str, split: str, cache: tuple[Path, int] | None, retry_s
     return ShardReader(folder, split, RangeCache(*cache) if cache else None, retry_s=retry_s)
 
 
-class _Range(io.RawIOBase):
+class _Range(SizedFile):
     """A file of which only one range is there."""
 
     def __init__(self, begin: int, data: bytes, num_bytes: int) -> None:
-        self._begin, self._data, self._num_bytes, self._position = begin, memoryview(data), num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
+        super().__init__(num_bytes)
+        self._begin, self._data = begin, memoryview(data)
 
     def read(self, size: int | None = -1) -> bytes:
         begin = self._position - self._begin
