@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regrow.drill.nodes import local_nodes
-from regrow.runtime.driver import SAME_ASK_S
+from regrow.runtime.interrupts import SAME_ASK_S
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.memory.slots import Committed
 from regrow.storage import Storage

@@ -170,7 +170,7 @@ def restored_step(folder: Path) -> int:
 
     progress = store.restore_newest(
         storage,
-        [*catalog.committed_steps(storage), *catalog.damaged_steps(storage)],
+        [step for steps in catalog.committed_and_damaged(storage) for step in steps],
         alone(),
         ALONE,
         None,

@@ -197,7 +197,7 @@ def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:
     def away(folder: Any) -> list[int]:
         raise OSError(errno.EIO, "Input/output error")
 
-    restore_module.catalog = SimpleNamespace(committed_steps=away, damaged_steps=away)  # type: ignore[assignment]
+    restore_module.catalog = SimpleNamespace(committed_and_damaged=away)  # type: ignore[assignment]
     asked = SimpleNamespace(remote=lambda: known_to_be_stored)
     coordinator, config = SimpleNamespace(stored_step=asked), PretrainConfig()
     job: Any = SimpleNamespace(checkpoints="/storage", run_id=RUN, coordinator=coordinator, config=config)

@@ -307,17 +307,17 @@ def test_which_of_many_checkpoints_an_object_store_holds_is_asked_many_at_a_time
         folder.requests = before - len(steps) // -REQUESTS * max(each)
         return found
 
-    def in_a_row(asked: Callable[[], list[int]]) -> list[int]:
+    def in_a_row(asked: Callable[[], Any]) -> Any:
         folder.taken()
         found = asked()
         assert folder.taken()[0] < 50
         return found
 
-    assert (tools.committed_steps(folder), tools.damaged_steps(folder)) == (committed, damaged)
+    assert tools.committed_and_damaged(folder) == (committed, damaged)
     assert tools.retain(folder, keep=3, keep_every_steps=1) == []  # none is whole; all with a COMMIT are marked
     monkeypatch.setattr(tools, "in_threads", counting)
     assert in_a_row(lambda: tools.committed_steps(folder)) == committed
-    assert in_a_row(lambda: tools.damaged_steps(folder)) == damaged
+    assert in_a_row(lambda: tools.committed_and_damaged(folder)) == (committed, damaged)
     assert in_a_row(lambda: tools.retain(folder, keep=3)) == []
     assert [step for step in range(200, 0, -1) if tools.is_kept(folder, step)] == sorted(damaged + committed)[::-1]
 

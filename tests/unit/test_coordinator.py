@@ -38,7 +38,7 @@ from regrow.record.events import Forming
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.record.work import RATIOS
 from regrow.runtime import actor as module
-from regrow.runtime import driver, fleet, log_writer, publisher, shell
+from regrow.runtime import driver, fleet, interrupts, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
@@ -836,7 +836,7 @@ def interrupt(session: Session, times: int) -> None:
     def fit() -> None:
         for number in range(times):
             until(lambda: len(said(session)) > number and session.interrupts.asked_to_stop == bool(number))  # noqa: B023
-            time.sleep(number * driver.SAME_ASK_S)
+            time.sleep(number * interrupts.SAME_ASK_S)
             os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait()
 
@@ -846,13 +846,13 @@ def interrupt(session: Session, times: int) -> None:
 def test_a_signal_to_a_process_and_to_its_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As GNU `timeout` sends it: the second one took the checkpoint away that the first one had asked for."""
     now = [100.0]
-    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     terminal = Terminal()
     with driver.Interrupts(terminal).taken():  # type: ignore[arg-type]
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            now[0] += driver.SAME_ASK_S / 2
-        now[0] += driver.SAME_ASK_S
+            now[0] += interrupts.SAME_ASK_S / 2
+        now[0] += interrupts.SAME_ASK_S
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert len(terminal.said) == 1

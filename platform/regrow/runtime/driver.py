@@ -39,6 +39,7 @@ from regrow.runtime.actor import start_coordinator
 from regrow.runtime.backend import last_line
 from regrow.runtime.cluster import Connection, check_room, cluster_for, room_for, why_not_in_place
 from regrow.runtime.entry import train_fn
+from regrow.runtime.interrupts import StopRequest
 from regrow.runtime.job import Job
 from regrow.runtime.reporter import Reporter
 from regrow.runtime.run_folder import Run, check_may_start, find_or_create, write_config
@@ -51,7 +52,6 @@ POLL_S = 0.2
 INTERRUPTED = "interrupted"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
 TELL_S = 5.0  # for the last checkpoint, before it is told of
-SAME_ASK_S = 1.0  # between two signals that are one
 ASK_S = 2.0  # for the coordinator to say what is in memory, where it is left at once
 END_S = 240.0  # for the coordinator to write the rest of the log
 ANSWER_S = 60.0  # for the coordinator to answer, before a word is said of it
@@ -369,14 +369,12 @@ class Session:
             self.console.message(self.messages.get())
 
 
-class Interrupts:
-    """Ctrl-C or SIGTERM: the run is asked to commit a checkpoint and leave; once more: leave at once.
-
-    What comes within SAME_ASK_S is the same: GNU `timeout` sends its signal to a process and to its group.
-    """
+class Interrupts(StopRequest):
+    """Ctrl-C or SIGTERM: the run is asked to commit a checkpoint and leave; once more: leave at once."""
 
     def __init__(self, console: Console) -> None:
-        self.asked_to_stop, self._asked_at, self._console = False, 0.0, console
+        super().__init__()
+        self._console = console
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -388,12 +386,8 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked_to_stop and time.monotonic() - self._asked_at < SAME_ASK_S:
-            return
-        if self.asked_to_stop:
-            raise KeyboardInterrupt
-        self.asked_to_stop, self._asked_at = True, time.monotonic()
-        self._console.message("stopping after this step with a checkpoint; once more to end at once")
+        if self.heard():
+            self._console.message("stopping after this step with a checkpoint; once more to end at once")
 
 
 def _why_it_died(error: ray.exceptions.RayActorError) -> str:

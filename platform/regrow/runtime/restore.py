@@ -134,7 +134,7 @@ def restore(
         restored = memory.restore(entries, place, at_least=_newest_stored(job, limit))
         if restored is not None:
             return restored, "snapshot"
-    steps, noted = on_first_rank_or_each(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
+    steps, noted = on_first_rank_or_each(lambda: catalog.committed_and_damaged(folder))
     steps, noted = _up_to(limit, steps), _up_to(limit, noted)
 
     def damaged(step: int, detail: str) -> None:

@@ -36,6 +36,7 @@ from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.peak import Peak
+from regrow.runtime.interrupts import StopRequest
 from regrow.runtime.patient_log import PatientLog
 from regrow.runtime.run_folder import Run, open_run
 from regrow.show.console import Console
@@ -48,7 +49,6 @@ from regrow.train.metrics import NotFinite
 from regrow.train.step import TrainStep, go_on_from
 from regrow.train.validation import Validation
 
-SAME_ASK_S = 1.0  # between two signals that are one, as `timeout` sends them to a process and to its group
 STILL_AT_WORK_EVERY_S = 0.5  # that the other ranks hear so of the first one
 PATIENCE = 0.8  # of the time that a collective may take, for rows of a storage that fails
 Value = TypeVar("Value")
@@ -157,7 +157,7 @@ class TorchrunRun:
         self._log = PatientLog(log, self.message) if log is not None else None
         self._step: TrainStep | None = None  # that the group trains
         self._validation: Validation | None = None
-        self.asked_to_stop, self._asked_at = False, 0.0
+        self._request = StopRequest()
         self._asked: list[int] = []  # to stop: the ranks that were, as all know
         self.patience = Patience(patience_s(config), on_wait=self._waits)
         world_size = dist.get_world_size()
@@ -213,12 +213,10 @@ class TorchrunRun:
 
     def _fill(self, step: TrainStep, mesh: DeviceMesh) -> Progress:
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
-        steps = on_first_rank(
-            lambda: [*catalog.committed_steps(self.checkpoints), *catalog.damaged_steps(self.checkpoints)]
-        )
+        committed, damaged = on_first_rank(lambda: catalog.committed_and_damaged(self.checkpoints))
         restored = store.restore_newest(
             self.checkpoints,
-            steps,
+            [*committed, *damaged],
             entries,
             coordinates_of(mesh),
             replica_group(mesh),
@@ -273,7 +271,7 @@ class TorchrunRun:
     def is_over(self, progress: Progress) -> bool:
         """Whether nothing is left to train, for now. Collective."""
         last_step = min(self.config.train.steps, self.config.train.stop_at_step or self.config.train.steps)
-        self._asked = [number for number, asked in enumerate(gather(self.asked_to_stop)) if asked]
+        self._asked = [number for number, asked in enumerate(gather(self._request.asked_to_stop)) if asked]
         return progress.step >= last_step or bool(self._asked)
 
     def step_done(self, row: Mapping[str, float]) -> None:
@@ -295,7 +293,7 @@ class TorchrunRun:
             self.message(text)
 
     def wants_to_leave(self) -> bool:
-        return self.asked_to_stop
+        return self._request.asked_to_stop
 
     def validate(self, step: int) -> float:
         assert self._step is not None
@@ -375,11 +373,8 @@ class TorchrunRun:
             self._log.event(event)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked_to_stop and time.monotonic() - self._asked_at < SAME_ASK_S:
+        if not self._request.heard():
             return
-        if self.asked_to_stop:
-            raise KeyboardInterrupt
-        self.asked_to_stop, self._asked_at = True, time.monotonic()
         left = ""
         if "TORCHELASTIC_RUN_ID" in os.environ:
             left = "; where it was asked, torchrun ends the ranks after its --shutdown-timeout, by default 30 s"

@@ -62,7 +62,7 @@ class Heartbeat:
         self._at_a_collective, self._at_a_message = _at_hosts, _at_none
         self._entered_ns = 0  # the generation
         self._lock = threading.Lock()
-        # the signal appends, and the keeper that asks empties it before: written from an offset of its own it would grow
+        # the signal appends, and a keeper that asks empties it before: written from an offset of its own it would grow
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "a")  # noqa: SIM115
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
         asked = ControlWord.read(folder).traces  # of a process that was there before

@@ -47,12 +47,13 @@ def committed_steps(folder: Storage) -> list[int]:
 
     What it points to may still be damaged: `open_checkpoint` tells.
     """
-    return _sorted_out(folder, _with_commit(folder))[0]
+    return committed_and_damaged(folder)[0]
 
 
-def damaged_steps(folder: Storage) -> list[int]:
-    """Those that are noted, newest first: where there is no other, as it may have been the reader that was wrong."""
-    return _sorted_out(folder, _with_commit(folder))[1]
+def committed_and_damaged(folder: Storage) -> tuple[list[int], list[int]]:
+    """`committed_steps`, and those that are noted to be damaged, newest first: where there is no other, as it may have
+    been the reader that was wrong."""
+    return _sorted_out(folder, _with_commit(folder))
 
 
 def note_damaged(folder: Storage, step: int, detail: str) -> None:

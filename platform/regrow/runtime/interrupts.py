@@ -1,0 +1,21 @@
+"""Ctrl-C or SIGTERM: once to stop in good order, once more to leave at once."""
+
+import time
+
+SAME_ASK_S = 1.0  # between two signals that are one: GNU `timeout` sends its own to a process and to its group
+
+
+class StopRequest:
+    """Of the signals that a process gets; for a handler of them."""
+
+    def __init__(self) -> None:
+        self.asked_to_stop, self._asked_at = False, 0.0
+
+    def heard(self) -> bool:
+        """A signal has come; whether it is the first. Raises KeyboardInterrupt for one that is another."""
+        now, is_first = time.monotonic(), not self.asked_to_stop
+        if is_first:
+            self.asked_to_stop, self._asked_at = True, now
+        elif now - self._asked_at >= SAME_ASK_S:
+            raise KeyboardInterrupt
+        return is_first
