@@ -354,6 +354,9 @@ def train_without_a_flush(arguments: list[str]) -> None:
         pytest.param(
             ["parallel.cp=2"], "cluster.max_workers=1 must be a multiple of parallel.cp=2", marks=pytest.mark.long
         ),
+        pytest.param(
+            ["optim.global_batch_seqs=480"], "global_batch_seqs=480; lower it to at most 360", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -1,15 +1,21 @@
 """The driver and a coordinator that is busy, or gone: on a real Ray, the calls alone."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
-from regrow.config.schema import PretrainConfig
-from regrow.errors import RegrowError
+from regrow.config.schema import ClusterConfig, DataConfig, OptimConfig, PretrainConfig, RunConfig
+from regrow.data.preflight import Outlook
+from regrow.errors import DataError, RegrowError
 from regrow.runtime import driver
+from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
+from support.corpus import write_corpus
 
 
 class Lines:
@@ -64,3 +70,23 @@ def test_a_coordinator_that_does_not_end_in_time_does_not_fail_a_job_that_is_don
     session.coordinator = Coordinator()
     assert "has not ended within" in session.close(4, "finished", "")
     assert driver.END_S > 60
+
+
+def test_a_batch_larger_than_the_corpus_is_refused_before_there_is_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, run.json was there by then, and the batch that the line asks for was refused as another setting."""
+    rows = np.zeros((100, 17), np.uint32)
+    write_corpus(tmp_path / "rows", rows, rows_per_group=8, rows_per_shard=64, vocab_size=512)
+    config = PretrainConfig(
+        run=RunConfig(name="mine", storage_path=str(tmp_path)),
+        data=DataConfig(seq_len=16, corpora={"rows": str(tmp_path / "rows")}),
+        optim=OptimConfig(global_batch_seqs=120, num_slices=12),
+        cluster=ClusterConfig(address="ray://elsewhere"),
+    )
+    # as of a corpus whose rows were estimated, and no other cluster
+    monkeypatch.setattr(driver, "check_corpus", lambda config: Outlook(None, 16, 1, 120, "guessed"))
+    monkeypatch.setattr(driver, "cluster_for", lambda config: nullcontext(Connection("", "")))
+    with pytest.raises(DataError, match="lower it to at most 100"):
+        driver.pretrain(config)
+    assert not (tmp_path / "mine").exists()

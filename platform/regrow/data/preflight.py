@@ -130,11 +130,10 @@ def _large_enough(config: PretrainConfig, num_rows: int | None, basis: str) -> O
 
 def _counted(config: PretrainConfig, folders: Mapping[str, str]) -> Outlook:
     """Of finished corpora, by name. Raises DataError where they do not fit each other, or the run."""
-    from regrow.data.read.corpora import Corpora, check_corpora, order_of
+    from regrow.data.read.corpora import Corpora, check_corpora
 
     corpora = Corpora.of(folders, config.data)
     check_corpora(config, corpora)
-    order_of(config, corpora)  # raises where they cannot fill a batch
     rows = sum(manifest.splits["train"].num_rows for manifest in corpora.manifests)
     return Outlook(rows, config.data.seq_len, config.train.steps, config.optim.global_batch_seqs, "")
 

@@ -157,7 +157,7 @@ def mixture_of(config: PretrainConfig, corpora: Corpora) -> Mixture:
 
 
 def check_corpora(config: PretrainConfig, corpora: Corpora) -> None:
-    """Raises DataError for corpora that do not fit each other, or the run."""
+    """Raises DataError for corpora that do not fit each other, or the run, whose batch they must fill."""
     first = corpora.manifests[0]
     for folder, manifest in zip(corpora.folders, corpora.manifests, strict=True):
         if manifest.order_version != ORDER_VERSION:
@@ -185,3 +185,4 @@ def check_corpora(config: PretrainConfig, corpora: Corpora) -> None:
                 f"documents of {folder} end with token {manifest.tokenizer.eot_id}, those of {corpora.folders[0]} with "
                 f"{first.tokenizer.eot_id}; prepare one of them again with data.end_of_text of the other"
             )
+    order_of(config, corpora)  # raises where they cannot fill a batch; once the run is open, that is fixed
