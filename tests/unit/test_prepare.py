@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import json
 import multiprocessing
 import pickle
 import shutil
@@ -90,6 +91,44 @@ def test_manifest_says_what_was_prepared_and_survives_the_round_trip(corpus: Pat
     assert manifest.num_tokens == manifest.counts["train_tokens"] + manifest.counts["validation_tokens"]
     assert manifest.to_json() == (corpus / MANIFEST).read_bytes()
     assert replace(manifest, seq_len=17).sha256 != manifest.sha256
+
+
+def signed(content: dict[str, Any]) -> bytes:
+    """A manifest of this content, by a regrow to which it is none of another version."""
+    plain = {key: value for key, value in content.items() if key != "sha256"}
+    sha256 = hashlib.sha256(json.dumps(plain, indent=1, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**plain, "sha256": sha256}).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 4}, r"newer regrow \(format version 4, this one has 3\); use that one"),
+        ({"version": 2}, r"older regrow \(format version 2, this one has 3\); prepare another by .*jobs\.prepare_data"),
+        ({"order_version": 2}, r"newer regrow \(order version 2, this one has 1\); use that one"),
+        ({"order_version": 0}, r"older regrow \(order version 0, this one has 1\); prepare another by"),
+        ({"language": "de"}, r"newer regrow: .*unexpected keyword argument 'language'; use that one"),
+        ({"tokenizer": {"merges": 7}}, r"newer regrow: .*unexpected keyword argument 'merges'; use that one"),
+        ({"splits": {"train": {"order": 7}}}, r"newer regrow: .*unexpected keyword argument 'order'; use that one"),
+        ({"format": "other-corpus"}, r"is other-corpus, this code reads regrow-corpus"),
+    ],
+    ids=str,
+)
+def test_a_corpus_of_another_version_is_not_to_be_deleted(
+    change: dict[str, Any], message: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Before, the line said to delete it, a newer one too, which others may train on."""
+
+    def merged(into: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+        return into | {k: merged(into[k], v) if isinstance(v, dict) else v for k, v in tree.items()}
+
+    content = json.loads((corpus / MANIFEST).read_bytes())
+    (tmp_path / MANIFEST).write_bytes(signed(merged(content, change)))
+    config = PretrainConfig(data=replace(CONFIG, corpora={"a": str(tmp_path)}))
+    with pytest.raises(DataError, match=message) as refused:
+        find_corpora(config, progress=quiet)
+    assert str(tmp_path) in str(refused.value)
+    assert "delete" not in str(refused.value)
 
 
 def test_preparing_twice_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:

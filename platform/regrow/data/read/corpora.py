@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from regrow.config.schema import DataConfig, PretrainConfig
 from regrow.data.prepare.prepare import Distribute, Progress, find_or_prepare
 from regrow.data.read.batch import Rows, layout_of
-from regrow.data.read.manifest import Manifest
+from regrow.data.read.manifest import Manifest, by_another_version
 from regrow.data.read.range_cache import RangeCache
 from regrow.data.read.shards import ShardReader
 from regrow.errors import DataError
@@ -161,10 +161,7 @@ def check_corpora(config: PretrainConfig, corpora: Corpora) -> None:
     first = corpora.manifests[0]
     for folder, manifest in zip(corpora.folders, corpora.manifests, strict=True):
         if manifest.order_version != ORDER_VERSION:
-            raise DataError(
-                f"{folder} was prepared for order version {manifest.order_version}, this code has "
-                f"{ORDER_VERSION}; delete it and run python -m jobs.prepare_data"
-            )
+            raise DataError(f"{folder} {by_another_version('order version', manifest.order_version, ORDER_VERSION)}")
         if manifest.seq_len != config.data.seq_len:
             raise DataError(
                 f"{folder} has rows of {manifest.seq_len} tokens; set data.seq_len={manifest.seq_len}, "

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from regrow.errors import DataError, UnavailableError
+from regrow.errors import DataError, UnavailableError, first_line
 from regrow.storage import Storage, may_pass
 
 FORMAT, VERSION = "regrow-corpus", 3
@@ -93,23 +93,14 @@ class Manifest:
         path = str(storage / MANIFEST)
         try:
             content = json.loads(storage.read_bytes(MANIFEST))
-            found = (content.pop("format"), content.pop("version"))
-            if found != (FORMAT, VERSION):
-                raise DataError(
-                    f"{path} is {found[0]} version {found[1]}, this code reads {FORMAT} version {VERSION}; "
-                    f"delete {storage} and run python -m jobs.prepare_data"
-                )
+            found, version = content["format"], content["version"]
+            if found != FORMAT:
+                raise DataError(f"{path} is {found}, this code reads {FORMAT}; name a folder of jobs.prepare_data")
+            if version != VERSION:
+                raise DataError(f"{path} {by_another_version('format version', version, VERSION)}")
             sha256 = content.pop("sha256")
-            content["filters"] = tuple(content["filters"])
-            content["tokenizer"] = Tokenizer(**content["tokenizer"])
-            content["splits"] = {
-                name: Split(split["num_rows"], tuple(Shard(**shard) for shard in split["shards"]))
-                for name, split in content["splits"].items()
-            }
-            manifest = Manifest(**content)
-            if manifest.sha256 != sha256:
+            if hashlib.sha256(_to_json(content)).hexdigest() != sha256:
                 raise ValueError("its sha256 is not that of its content")
-            return manifest
         except FileNotFoundError as error:
             raise DataError(
                 f"{storage} holds no finished corpus; run python -m jobs.prepare_data, or see that it is mounted there"
@@ -121,6 +112,35 @@ class Manifest:
                 f"{path} is damaged ({type(error).__name__}: {error}); "
                 f"delete {storage} and run python -m jobs.prepare_data"
             ) from error
+        try:
+            return Manifest._of_plain(content)
+        except (KeyError, TypeError, AttributeError) as error:  # whole, as its sha256 says
+            raise DataError(f"{path} was prepared by a newer regrow: {first_line(error)}; use that one") from error
+
+    @staticmethod
+    def _of_plain(content: dict[str, Any]) -> "Manifest":
+        """Of `_content`. Raises KeyError, TypeError or AttributeError for other keys."""
+        plain = {key: value for key, value in content.items() if key not in ("format", "version")}
+        splits = {
+            name: Split(**{**split, "shards": tuple(Shard(**shard) for shard in split["shards"])})
+            for name, split in plain["splits"].items()
+        }
+        tokenizer = Tokenizer(**plain["tokenizer"])
+        return Manifest(**{**plain, "filters": tuple(plain["filters"]), "tokenizer": tokenizer, "splits": splits})
+
+
+def by_another_version(what: str, found: int, mine: int) -> str:
+    """What to say, and to do, of a corpus where what it was prepared by does not match this code.
+
+    >>> by_another_version("format version", 4, 3)
+    'was prepared by a newer regrow (format version 4, this one has 3); use that one'
+    """
+    if found > mine:
+        return f"was prepared by a newer regrow ({what} {found}, this one has {mine}); use that one"
+    return (
+        f"was prepared by an older regrow ({what} {found}, this one has {mine}); prepare another by "
+        "python -m jobs.prepare_data"
+    )
 
 
 def _to_json(content: dict[str, Any]) -> bytes:
