@@ -25,6 +25,7 @@ from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors, differences, statistics
 from regrow.state.entries import Entry
+from regrow.state.exchange.runs import average_run
 from regrow.storage import REQUESTS, LocalStorage, RemoteStorage, Storage
 from support.counting import Counting
 from support.runs import RUN_ID, save_run
@@ -371,6 +372,23 @@ def test_an_average_of_what_is_not_there_is_one_line_and_writes_nothing(
     (line,) = errors(job("average", run, *which, "--to", tmp_path / "mean", status=1))
     assert message in line
     assert not (tmp_path / "mean").exists()
+
+
+def test_an_average_that_fails_leaves_nothing_in_its_way(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: files of the first tensors, for which the same command was refused once its source was sound."""
+    monkeypatch.setattr("regrow.state.disk.store.FILE_BYTES", 1)
+    mine, to = shutil.copytree(run, tmp_path / "mine"), str(tmp_path / "mean")
+    (file,) = (mine / "checkpoints" / "step-00000001").glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    indexes = [tools.choose(*checkpoints_of(str(mine)), step)[1] for step in (1, 2)]
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        average_run(str(mine), indexes, to, start=lambda _: quiet)
+    assert not Path(to).exists()
+    file.write_bytes(content)
+    average_run(str(mine), indexes, to, start=lambda _: quiet)
 
 
 def test_an_average_does_not_overwrite_a_run(run: Path) -> None:

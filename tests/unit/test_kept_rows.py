@@ -126,6 +126,14 @@ def test_rows_are_sent_by_the_clock_of_the_coordinator_that_is_known_then(monkey
         now[0] += 50.0
 
 
+def test_rows_of_before_that_have_their_time_keep_it(tmp_path: Path) -> None:
+    """Left by a process of the version that kept the coordinator's time: it was taken for `time.monotonic()`."""
+    (tmp_path / "rows-999999999").write_text(json.dumps({"generation": 1, "step": 1, "time": 100.5}) + "\n")
+    kept = KeptRows()
+    kept.keep_in(tmp_path)
+    assert kept.since(0) == [{"generation": 1, "step": 1, "time": 100.5}]
+
+
 class Coordinator:
     """Answers when it is asked for answers, and forgets rows when it dies."""
 

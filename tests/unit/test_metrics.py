@@ -329,6 +329,30 @@ def test_failures_restarts_and_incidents_are_counted_by_cause() -> None:
     assert sum(v for (name, _), v in figures.values.items() if name == "regrow_incidents_total") == 1
 
 
+def test_a_checkpoint_that_is_found_damaged_is_the_newest_one_no_longer() -> None:
+    """Before: each damaged one renewed the time, so that no alert told of a storage that spoils them all."""
+    events = [
+        event("submitted", time=T0),
+        generation(1, time=T0 + 5),
+        event("checkpoint", step=10, time=T0 + 100),
+        event("checkpoint_failed", step=10, detail="not as it was written", time=T0 + 101),
+        event("checkpoint", step=20, time=T0 + 200),
+        event("checkpoint", step=30, time=T0 + 300),
+        event("failure", cause="worker_died", time=T0 + 300),
+        event("checkpoint_damaged", step=30, detail="not as it was written", time=T0 + 350),
+        generation(2, start_step=20, cause="worker_died", time=T0 + 360),
+    ]
+    seen = []
+    figures = make_figures()
+    for each in events:
+        figures.event(each, each.time)
+        step = figures.values.get(("regrow_checkpoint_step", ""))
+        seen.append((step, value(figures, "last_checkpoint_timestamp_seconds") - T0))
+    assert seen[2:] == [(10, 100), (None, 5), (20, 200), (30, 300), (30, 300), (20, 200), (20, 260)]
+    again = make_figures(events, T0 + 400)
+    assert (value(again, "checkpoint_step"), value(again, "last_checkpoint_timestamp_seconds") - T0) == (20, 260)
+
+
 def test_what_is_safe_is_known_by_step_and_time() -> None:
     figures = make_figures()
     figures.event(event("submitted", time=T0), T0)

@@ -2,7 +2,7 @@
 
 import time
 
-SAME_ASK_S = 1.0  # between two signals that are one: GNU `timeout` sends its own to a process and to its group
+SAME_ASK_S = 0.1  # between two signals that are one: GNU `timeout` sends its own to a process and to its group
 
 
 class StopRequest:

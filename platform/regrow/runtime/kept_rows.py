@@ -18,6 +18,7 @@ from typing import Any
 
 MOST = 5_000  # rows, some 2 KB each; an outage of storage that lasts for more steps leaves a gap in the log
 ROWS = "rows-"  # files in a keeper's folder, a process each: lines of a row each
+KEPT_AT = "monotonic_s"  # of a row; rows of before 2026-11-28 have a `time` instead
 MOST_IN_FILE = 2_000  # beyond which the older half is left out
 
 
@@ -61,7 +62,7 @@ class KeptRows:
     def add(self, row: Mapping[str, Any]) -> None:
         if self._rows and row["step"] != self._rows[-1]["step"] + 1:
             self._rows.clear()
-        row = {**row, "time": time.monotonic()}
+        row = {**row, KEPT_AT: time.monotonic()}
         self._rows.append(row)
         if self._path is not None and self._in_file < MOST_IN_FILE:
             self._in_file += 1
@@ -88,7 +89,12 @@ class KeptRows:
 
     def _sent(self, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         ahead_s = self.clock() - time.monotonic()
-        return [{**row, "time": row["time"] + ahead_s} for row in rows]
+        return [_timed(row, ahead_s) for row in rows]
+
+
+def _timed(row: Mapping[str, Any], ahead_s: float) -> Mapping[str, Any]:
+    rest = {key: value for key, value in row.items() if key != KEPT_AT}
+    return {**rest, "time": row[KEPT_AT] + ahead_s} if KEPT_AT in row else rest
 
 
 def _is_alive(path: Path) -> bool:

@@ -26,6 +26,7 @@ from regrow.record.events import (
     SUSPICIONS,
     Cause,
     Checkpoint,
+    CheckpointDamaged,
     CheckpointFailed,
     Event,
     Failure,
@@ -195,6 +196,7 @@ class Figures:
         self._set("regrow_min_world_size", cluster.min_workers)
         self._has_trained = False  # since the newest job began
         self._idle_since: float | None = None  # no group trains since then
+        self._whole: dict[int, float] = {}  # steps of checkpoints, and when they were committed; 0: before the first
         for event in map(_without_lists, events):
             self._history.on(event)
             self._see(event, event.time)
@@ -291,12 +293,13 @@ class Figures:
     def _see(self, event: Event, now: float) -> None:
         """What an event tells of the present, whenever it is read."""
         if isinstance(event, Submitted) or (isinstance(event, Generation) and not self._has_trained):
-            for name in ("last_step", "last_checkpoint"):  # nothing is late before there is a group to be
-                self._set(f"regrow_{name}_timestamp_seconds", now)
+            self._set("regrow_last_step_timestamp_seconds", now)  # nothing is late before there is a group to be
+            self._whole = dict.fromkeys((0, *self._whole), now)
             self._has_trained = isinstance(event, Generation)
         if isinstance(event, Generation) and self._idle_since is not None:
-            for name in ("last_checkpoint", "last_snapshot"):  # nor does it grow older while there is none
-                self._move_on(f"regrow_{name}_timestamp_seconds", now - self._idle_since, now)
+            idle_s = now - self._idle_since  # nor does it grow older while there is none
+            self._move_on("regrow_last_snapshot_timestamp_seconds", idle_s, now)
+            self._whole = {step: min(now, at + idle_s) for step, at in self._whole.items()}
             self._idle_since = None
         match event:
             case Submitted():
@@ -314,8 +317,14 @@ class Figures:
                 self._set("regrow_world_size", 0)
                 self._idle_since = now if self._idle_since is None else self._idle_since
             case Checkpoint():
-                self._set("regrow_checkpoint_step", event.step)
-                self._set("regrow_last_checkpoint_timestamp_seconds", event.time)
+                self._whole.pop(event.step, None)
+                self._whole[event.step] = event.time
+            case CheckpointFailed() | CheckpointDamaged():  # perhaps committed before, and not as it was written
+                self._whole.pop(event.step, None)
+        step, committed_at = next(reversed(self._whole.items()), (None, None))
+        for name, value in ("checkpoint_step", step or None), ("last_checkpoint_timestamp_seconds", committed_at):
+            self.values.pop((f"regrow_{name}", ""), None)
+            self._set(f"regrow_{name}", value)
 
     def _checkpoint_interval_s(self, now: float) -> float | None:
         """By whichever way one is due first; None where there is none yet."""

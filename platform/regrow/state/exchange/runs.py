@@ -200,9 +200,10 @@ def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: St
     advance = start(newest.tensor_bytes + len(others) * weights * ITEM_BYTES["float32"])
     opened = [CheckpointTensors(run / CHECKPOINTS, index, advance) for index in (newest, *others)]
     entries = _averaged(opened)
-    _create(target, entries, Progress.of(newest.scalars), record["identity"], record["manifest_sha256"])
-    if run.exists(CONFIG_FILE):  # it says where the corpus is
-        target.write_bytes(CONFIG_FILE, run.read_bytes(CONFIG_FILE))
+    with _all_or_nothing(target):
+        _create(target, entries, Progress.of(newest.scalars), record["identity"], record["manifest_sha256"])
+        if run.exists(CONFIG_FILE):  # it says where the corpus is
+            target.write_bytes(CONFIG_FILE, run.read_bytes(CONFIG_FILE))
     steps = ", ".join(str(index.step) for index in reversed((newest, *others)))
     return (
         f"{target} has the mean of the weights of steps {steps} of {run}, and all else of step {newest.step}. "
@@ -327,8 +328,9 @@ def _create(
 ) -> None:
     """The checkpoint first: were it missing, a run with a record would begin from its seed."""
     run_id = new_run_id()
-    save_one_by_one(run / CHECKPOINTS, entries, scalars=progress.to_dict(), run_id=run_id)
-    write_record(run, run_id=run_id, identity=identity, manifest_sha256=manifest_sha256)
+    with _all_or_nothing(run):
+        save_one_by_one(run / CHECKPOINTS, entries, scalars=progress.to_dict(), run_id=run_id)
+        write_record(run, run_id=run_id, identity=identity, manifest_sha256=manifest_sha256)
 
 
 def _record(run: Storage) -> dict[str, Any]:
