@@ -27,6 +27,7 @@ from regrow.control.states import (
     LeavingGroup,
     RowAnswer,
     Settling,
+    Stopping,
     Training,
     Waiting,
 )
@@ -85,6 +86,30 @@ def test_groups_that_keep_failing_before_a_step_give_the_run_up() -> None:
     told.join(one(1))
     assert "no such thing" in told.ask("m1", told.control.generation).given_up
     assert len(told.of(c.GiveUp)) == 1
+
+
+def test_an_error_that_every_process_ends_with_before_a_group_is_formed_gives_the_run_up() -> None:
+    """A library of torch's does not load: no process gets as far as to tell its trouble, nor to join."""
+    told, no_library = Told(), e.GroupFailed("worker_failed", "rank 0: ImportError: no libcudart", (0,))
+    for _ in range(MAX_FAILED_GENERATIONS - 1):
+        told(no_library)
+        told(e.GroupFailed("worker_died", "rank 0: out of memory", (0,)))
+    told.form(one(1))
+    for _ in range(MAX_FAILED_GENERATIONS):
+        told(no_library)
+        assert told.control.ending is None, "a group was formed in between"
+    told(no_library)
+    assert isinstance(told.control.ending, GivenUp)
+    assert told.control.ending.message.endswith("last failure: rank 0: ImportError: no libcudart")
+    assert len(told.of(c.GiveUp)) == 1
+
+
+def test_a_run_that_is_asked_to_stop_is_not_given_up_for_workers_that_do_not_start() -> None:
+    told = Told()
+    told(e.StopAsked("interrupted"))
+    for _ in range(MAX_FAILED_GENERATIONS):
+        told(e.GroupFailed("worker_failed", "rank 0: ImportError: no libcudart", (0,)))
+    assert told.control.ending == Stopping("interrupted")
 
 
 def test_workers_that_make_no_step_faster_wait_as_spares_and_one_line_says_so() -> None:
@@ -352,6 +377,34 @@ def test_a_worker_that_ray_train_has_replaced_is_turned_away_when_its_node_is_ba
     assert told.of(c.Kill) == [c.Kill("b", 2)]
     told.now += 60.0
     assert told.row(2) == "", "nobody is asked to leave for it"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(("first", "every_steps"), [("a", 0), ("ab", "auto")])
+def test_a_newcomers_node_that_ray_was_not_asked_about_is_not_dead(
+    first: str, every_steps: int | str, trains: bool
+) -> None:
+    """A healthy one was killed, and the group formed anew, where Ray had been asked once, before it came."""
+    told = Told(every_steps=every_steps)
+    members = [one(pid, node) for pid, node in enumerate(first, start=1)]
+    told.form(*members)
+    told(e.NodesAlive(frozenset(first)))
+    told.begin(first if every_steps else "")
+    if every_steps:
+        told(e.KeeperUp("new", "new", ("new", 1)))
+        assert told.control.can_ask("new")
+    told.form(*members, one(9, "new"))
+    if trains:
+        told.begin([*first, "new"] if every_steps else "")
+        told.row(1)
+    told.now += told.control.health.stalls.patience_s + 0.1  # the group stands still
+    told()
+    assert told.of(c.Kill) == told.records("failure") == []
+    told(e.NodesAlive(frozenset(first)))
+    told()
+    assert [failure["nodes"] for failure in told.records("failure")] == [["new"]]
+    told(e.Joined(one(10, "new"), 1))
+    assert told.control.snapshots.keepers.is_dead("new"), "what it had sent before"
 
 
 @pytest.mark.parametrize("with_keeper", [True, False])
@@ -1512,6 +1565,9 @@ def test_a_newcomer_is_given_nodes_that_train_else_those_that_came_before_it() -
     assert sorted(found[:2]) == ["a", "b"]
     assert found[2:] == ["d"]
     assert given("a") == ["b", "e", "d"]
+    assert "g" not in given("a")
+    given("g")
+    assert "g" in given("a"), "Ray has not been asked since it came"
 
 
 # members that do not get on

@@ -283,8 +283,9 @@ def test_a_coordinator_that_does_not_answer_in_time_is_asked_again(run: Callable
     assert [each["detail"] for each in told.records("unfit")] == [SAID]
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 def test_a_coordinator_that_says_nothing_to_those_that_start_ends_no_run(
-    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     def end(status: int) -> None:
         raise SystemExit(f"status {status}")
@@ -292,7 +293,8 @@ def test_a_coordinator_that_says_nothing_to_those_that_start_ends_no_run(
     monkeypatch.setattr(worker.os, "_exit", end)
     told = Told()
     for each in (A, B, NEW):
-        assert run(ray.exceptions.GetTimeoutError("120 s"), Coordinator(told), each) == "status 1"
+        late = ray.exceptions.GetTimeoutError("120 s")
+        assert run(late, Coordinator(told), each, in_place=in_place) == "status 1"
     assert told.control.ending is None
 
 

@@ -75,8 +75,7 @@ class Losses:
             new = gone - self.ended
             self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(new))
         self.ended |= gone
-        for trouble in [each for each in self.troubles.told.values() if (each.member.node, each.member.pid) in gone]:
-            del self.troubles.told[trouble.member.id]
+        self.troubles.forget(gone)
         dead = [known[each].id for each in event.processes if each in known]
         self._lose(dead, event.cause, event.detail, now, left=event.left)
 
@@ -135,9 +134,10 @@ class Losses:
         nodes = {current[rank].node for rank in event.ranks if rank < len(current)}
         self.membership.dissolve()
         self.enter(Waiting(), now)
-        told = [each.message for each in self.troubles.told.values()]
-        self.troubles.told.clear()
-        self.failed(event.cause, told[0] if told else event.detail, event.ranks, nodes)
+        detail = self.troubles.clear() or event.detail
+        self.failed(event.cause, detail, event.ranks, nodes)
+        if not current and self.ending is None and self.first_steps.not_formed(event.cause):
+            self.give_up(f"group after group failed before it was formed; last failure: {detail}")
 
     def failed(
         self,

@@ -1,7 +1,7 @@
 """Whose trouble it is: the run's, or that of one process or newcomer, which the others then do without. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from regrow.control.events import Trouble
@@ -25,6 +25,15 @@ class Troubles:
     def add(self, trouble: Trouble, now: float) -> None:
         self._since = self._since if self.told else now
         self.told[trouble.member.id] = trouble
+
+    def forget(self, gone: Collection[tuple[str, int]]) -> None:
+        """These processes, by node and pid, have ended."""
+        self.told = {name: each for name, each in self.told.items() if (each.member.node, each.member.pid) not in gone}
+
+    def clear(self) -> str:
+        """All processes have; the first error that one of them told, or empty."""
+        told, self.told = list(self.told.values()), {}
+        return told[0].message if told else ""
 
     def verdict(self, membership: Membership, *, starts: bool, now: float) -> tuple[str, list[Trouble]]:
         """The error that is the run's, or empty; those that are their processes' own. Neither while that is open.
@@ -63,14 +72,21 @@ class FirstSteps:
     _counts: int = 0  # how much it does, unless it does a step
     _since: float | None = None  # when it was formed; None: it has done a step, or there is none
     _longest_s: float | None = None  # that a group took to its first step
+    _not_formed: int = 0  # in a row: all processes ended by an error before a group was formed of them
 
     def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
         """A group tries; False where too many have failed in a row."""
         self._counts = 0 if members < self._members else ERROR
         self.failed += self._counts
+        self._not_formed = 0
         self.new = members - self.proven if members & self.proven else frozenset()
         self._members, self._held_back, self._since = members, held_back - members, now
         return self.failed <= MAX_FAILED_GENERATIONS * ERROR
+
+    def not_formed(self, cause: str) -> bool:
+        """All processes have ended, and no group was formed of them; whether errors did that too often in a row."""
+        self._not_formed += cause == Cause.worker_failed
+        return self._not_formed >= MAX_FAILED_GENERATIONS
 
     def broke(self, cause: str) -> None:
         """The newest group has, whether it had done a step or not."""

@@ -80,11 +80,12 @@ def run_worker(job: Job) -> None:
     except RegrowError as error:
         _await_verdict(job, me, 0, str(error))
     except Exception as error:
-        if not job.config.cluster.in_place:
+        is_late = isinstance(error, ray.exceptions.GetTimeoutError)  # the coordinator waits for storage, it may be
+        if not (is_late or job.config.cluster.in_place):
             raise
         traceback.print_exception(error)
-        if isinstance(error, ray.exceptions.GetTimeoutError):  # the coordinator waits for storage: all may meet it
-            os._exit(1)  # and another process comes in the place
+        if is_late:
+            os._exit(1)  # all may meet it; other processes come in their places
         _await_verdict(job, me, 0, f"{type(error).__name__}: {first_line(error)}")
 
 
