@@ -314,6 +314,10 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
     """What is called for an event, by its class."""
     group, snapshots, checkpoints = control.group, control.snapshots, control.snapshots.checkpoints
 
+    def joined(event: e.Joined, now: float) -> None:
+        snapshots.keepers.came(event.member.node)
+        group.join(event, now)
+
     def nodes_alive(event: e.NodesAlive, now: float) -> None:
         group.arrivals.alive(event, now)
         snapshots.nodes_alive(event, now)
@@ -324,7 +328,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         snapshots.keeper_up(event, now)
 
     return {
-        e.Joined: group.join,
+        e.Joined: joined,
         e.Asked: control._asked,
         e.Began: control._began,
         e.Row: control._row,

@@ -124,6 +124,8 @@ class KeeperRegistry:
         self._fan_out, self._copies = fan_out, copies
         self._apart: frozenset[str] = frozenset()  # nodes outside the tree of reports
         self._alive: frozenset[str] | None = None  # as Ray said last
+        self._met: set[str] = set()  # every node that has come, or that Ray has named
+        self._came: set[str] = set()  # nodes that came since Ray was asked last
         self._dark: set[str] = set()  # nodes that do not answer
         self._newcomers: dict[str, Peer] = {}  # whose keepers asked for neighbours, in the order of their coming
         self._turn = 0
@@ -131,13 +133,23 @@ class KeeperRegistry:
     def up(self, keeper: KeeperUp) -> None:
         self.known[keeper.node] = keeper
         self._dark.discard(keeper.node)
+        self.came(keeper.node)
+
+    def came(self, node: str) -> None:
+        """A process of this node speaks. Ray has not been asked about it yet, if it is the first one."""
+        if node not in self._met:
+            self._met.add(node)
+            self._came.add(node)
 
     def gone_dark(self, nodes: set[str]) -> None:
         """Nothing is asked of these nodes' keepers, until their workers come back with them."""
         self._dark |= nodes
 
     def nodes_alive(self, nodes: frozenset[str]) -> None:
+        """Ray was asked. It knows a node before any process is there, and gives no id twice."""
         self._alive = nodes
+        self._met |= nodes
+        self._came.clear()
 
     def is_there(self, node: str) -> bool:
         """Whether its keeper can be asked, and is alive as far as is known."""
@@ -145,7 +157,7 @@ class KeeperRegistry:
 
     def is_alive(self, node: str) -> bool:
         """Whether Ray has not found it dead, and it answers."""
-        return node not in self._dark and (self._alive is None or node in self._alive)
+        return node not in self._dark and not self.is_dead(node)
 
     def is_silent(self, node: str) -> bool:
         """Whether it does not answer, though Ray has not found it dead."""
@@ -160,7 +172,7 @@ class KeeperRegistry:
 
     def is_dead(self, node: str) -> bool:
         """Whether Ray has found it dead."""
-        return self._alive is not None and node not in self._alive
+        return self._alive is not None and node not in self._alive and node not in self._came
 
     def known_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
         """Those whose keepers are known, each once."""
@@ -240,6 +252,7 @@ class KeeperRegistry:
 
     def neighbours(self, node: str, address: Address) -> list[Peer]:
         """Other nodes, those that train before others that came lately, for a newcomer to measure its links to."""
+        self.came(node)
         self._newcomers.pop(node, None)
         here = [each for each in self.current if each != node]
         self._turn += 1
