@@ -1,6 +1,7 @@
 """An address where no Ray answers is one line, soon, and nothing of Ray's own."""
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import ray
+from ray._private.utils import check_version_info
 
 from regrow.config.plain import to_yaml
 from regrow.config.schema import ClusterConfig, PretrainConfig
@@ -20,8 +23,10 @@ from regrow.errors import ClusterError
 from regrow.record.events import Submitted
 from regrow.record.log import RunLog
 from regrow.runtime import cluster as local_cluster
+from regrow.runtime import maintenance
 from regrow.runtime.cluster import cluster_for
 from regrow.runtime.head import answering_head
+from regrow.runtime.maintenance import attached
 from regrow.storage import LocalStorage
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +57,15 @@ def listener(answer: bytes | None) -> Iterator[int]:
         yield listening.getsockname()[1]
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()
+
+
+def a_run(folder: Path) -> None:
+    """One that has begun and not ended."""
+    log = RunLog(LocalStorage(folder))
+    log.event(Submitted(time=1.0))
+    log.close()
+    (folder / "config.yaml").write_text(to_yaml(PretrainConfig()))
+    (folder / "run.json").write_text('{"run_id": "mine"}')
 
 
 def closed_port() -> int:
@@ -108,6 +122,27 @@ def test_a_cluster_that_does_not_answer_is_one_line_and_ray_is_not_asked(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_cluster_of_other_versions_is_one_line_that_has_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        check_version_info({"ray_version": "2.59.0", "python_version": "3.12.1"}, "node 10.0.0.1")
+
+    monkeypatch.setattr(local_cluster.ray, "init", refuse)
+    for module in (local_cluster, maintenance):
+        monkeypatch.setattr(module, "answering_head", lambda address: address)
+    a_run(tmp_path)
+    mine = f"Ray: {ray.__version__} Python: {platform.python_version()}"
+    for joining in (cluster_for(ClusterConfig(address="head:6379")), attached(LocalStorage(tmp_path), "head:6379")):
+        with pytest.raises(ClusterError) as caught, joining:
+            pass
+        assert str(caught.value) == (
+            "the Ray cluster at 'head:6379' has other versions than this process; install here what it has. Version "
+            "mismatch: The cluster was started with: Ray: 2.59.0 Python: 3.12.1 This process on node 10.0.0.1 was "
+            f"started with: {mine}"
+        )
+
+
 def test_the_address_that_a_ray_left_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     port = closed_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -132,8 +167,6 @@ def test_where_no_ray_was_ever_started_that_is_said_in_our_words(monkeypatch: py
 @contextmanager
 def real_head(folder: Path, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The GCS alone, which is a head for this: it takes a second to start, not ten. Without a token by default."""
-    import ray
-
     address, port = ray.util.get_node_ip_address(), closed_port()
     server = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
     arguments = [f"--gcs_server_port={port}", f"--log_dir={folder}", "--config_list=", f"--node-ip-address={address}"]
@@ -188,6 +221,7 @@ def run_python(home: Path, *command: str, **environment: str) -> str:
 LOOK = """
 import os, sys
 from regrow.runtime.head import answering_head
+from regrow.runtime.maintenance import attached
 from regrow.storage import LocalStorage
 try:
     print(answering_head(sys.argv[1]) == sys.argv[1], os.environ.get("RAY_AUTH_MODE"))
@@ -226,11 +260,8 @@ def test_a_head_with_a_token_is_shown_the_token_that_is_here_and_one_without_is_
 
 
 def test_commands_that_are_not_let_in_say_so_in_one_line(tmp_path: Path) -> None:
-    log, run = RunLog(LocalStorage(tmp_path / "run")), tmp_path / "run"
-    log.event(Submitted(time=1.0))
-    log.close()
-    (run / "config.yaml").write_text(to_yaml(PretrainConfig()))
-    (run / "run.json").write_text('{"run_id": "mine"}')
+    run = tmp_path / "run"
+    a_run(run)
     with real_head(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as (address, _):
         for command in (
             ("-m", "jobs.drain", str(run), "--address", address),

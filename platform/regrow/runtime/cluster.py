@@ -17,7 +17,7 @@ import ray
 from regrow.config.schema import ClusterConfig
 from regrow.config.spares import most_workers
 from regrow.errors import ClusterError, first_line
-from regrow.runtime.head import NotLetIn, answering_head
+from regrow.runtime.head import NotLetIn, answering_head, other_versions
 
 KNOWN_RAY = "2.60."  # whose insides `runtime.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
 START_S, POLL_S = 120.0, 0.1  # for a node of Ray to be up
@@ -126,6 +126,8 @@ def _join(config: ClusterConfig) -> Any:
     except (NotLetIn, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(f"no Ray cluster lets us in at {config.address!r}: {first_line(error)}") from error
     except (OSError, RuntimeError, ValueError) as error:
+        if said := other_versions(str(config.address), error):
+            raise ClusterError(said) from error
         unit, each = ("GPUs", config.gpus_per_worker) if config.gpus_per_worker else ("CPUs", config.cpus_per_worker)
         first = str(error).splitlines()[0][:120]
         raise ClusterError(

@@ -15,6 +15,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 FRAME_HEADER_BYTES, SETTINGS = 9, 4
 CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 MODE = "RAY_AUTH_MODE"
+MISMATCH = "Version mismatch"  # Ray's words, before lines of what the cluster has and what this process has
 NOT_GRPC = "Received http2 header with status"  # gRPC's words for a status of HTTP where it expects its own
 
 
@@ -49,6 +50,14 @@ def answering_head(address: str, *, timeout_s: float = CONNECT_S) -> str:
     except OSError as error:
         raise ConnectionError(f"the head at {found} does not answer: {error}") from error
     return found
+
+
+def other_versions(address: str, error: Exception) -> str:
+    """What to say where Ray refuses a cluster of another Ray or Python, a line; empty for any other error."""
+    if not str(error).startswith(MISMATCH):
+        return ""
+    words = " ".join(str(error).split())
+    return f"the Ray cluster at {address!r} has other versions than this process; install here what it has. {words}"
 
 
 def _shake_hands(host: str, port: int, give_up_at: float) -> None:

@@ -22,7 +22,7 @@ from regrow.record.events import Stopped, Submitted, from_row
 from regrow.record.log import read_events
 from regrow.record.run_folder import read_record, run_config
 from regrow.runtime.calls import CoordinatorClient
-from regrow.runtime.head import NotLetIn, answering_head
+from regrow.runtime.head import NotLetIn, answering_head, other_versions
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE
 from regrow.show.units import counted, duration, ranks
 from regrow.storage import Storage
@@ -65,7 +65,8 @@ def attached(folder: Storage, address: str | None = None) -> Iterator[Coordinato
     except (NotLetIn, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(f"no Ray cluster lets us in at {where!r}: {first_line(error)}") from error
     except (OSError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"no Ray cluster of the run at {where!r} ({first_line(error)}): {elsewhere}") from error
+        not_there = f"no Ray cluster of the run at {where!r} ({first_line(error)}): {elsewhere}"
+        raise ClusterError(other_versions(where, error) or not_there) from error
     try:
         yield CoordinatorClient(ray.get_actor(f"{record['run_id']}:{COORDINATOR}", NAMESPACE))
     except ValueError as error:
