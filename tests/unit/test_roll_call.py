@@ -1,12 +1,14 @@
 """Who is dead is known from refused connections: real processes and real sockets."""
 
 import contextlib
+import errno
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control.membership import Member
 from regrow.runtime.actor import Coordinator
 from regrow.runtime.liveness import probe
-from regrow.runtime.liveness.probe import ANSWER_S, RollCall
+from regrow.runtime.liveness.probe import ANSWER_S, RUNS, Lifeline, RollCall
 
 HOST = "127.0.0.1"
 LISTEN = f"from regrow.runtime.liveness.probe import Lifeline; print(Lifeline({HOST!r}).port, flush=True); input()"
@@ -102,6 +104,27 @@ def test_whoever_was_never_reached_is_not_missed(processes: list[Process]) -> No
     assert ask(roll_call, members) == ["c"]
     roll_call.meet([])  # another group, of others
     assert ask(roll_call, members) == []
+
+
+def test_a_process_that_has_no_descriptor_left_for_a_moment_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took no connection from then on, and ended those that were held to it: it was taken for dead."""
+    lifeline, accept, refusals = Lifeline(HOST), socket.socket.accept, [errno.EMFILE, errno.ENOBUFS]
+
+    def taken(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if refusals:
+            raise OSError(refusals.pop(), "as at a process' limit")
+        return accept(listening)
+
+    with socket.create_connection((HOST, lifeline.port), timeout=60) as before:
+        assert before.recv(1) == RUNS
+        monkeypatch.setattr(socket.socket, "accept", taken)
+        with socket.create_connection((HOST, lifeline.port), timeout=60) as connection:
+            assert connection.recv(1) == RUNS
+        assert refusals == []
+        before.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            before.recv(1)
+    lifeline.close()
 
 
 def test_a_host_that_does_not_answer_proves_nothing() -> None:

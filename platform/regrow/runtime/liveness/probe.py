@@ -23,6 +23,7 @@ ANSWER_S = 0.5  # for a host to take or refuse one
 ASK_AGAIN_S, ASKED_PER_S = 0.1, 4000.0  # between roll calls, and more where many are asked
 OLD_S = 5.0  # an answer that was not taken by then is of another time
 MOST_HELD = 64  # connections to one process
+TAKE_AGAIN_S = 0.05  # after a connection could not be taken, as by a process that has no descriptor left
 RUNS = b"\x01"  # said to what connects
 
 
@@ -34,9 +35,11 @@ class Lifeline:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
         self.port: int = self._socket.getsockname()[1]
+        self._closed = False
         threading.Thread(target=self._run, name="lifeline", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
@@ -44,21 +47,30 @@ class Lifeline:
     def _run(self) -> None:
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._socket, selectors.EVENT_READ)
-            with contextlib.suppress(OSError):  # closed
-                while True:
-                    for ready in [key.fileobj for key, _ in waiting.select()]:
-                        if ready is not self._socket:  # its other end has closed it
-                            waiting.unregister(ready)
-                            ready.close()  # type: ignore[union-attr]
-                        elif (connection := self._socket.accept()[0]) and len(waiting.get_map()) <= MOST_HELD:
-                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                            with contextlib.suppress(OSError):  # it has gone again
-                                connection.send(RUNS)
-                            waiting.register(connection, selectors.EVENT_READ)
-                        else:
-                            connection.close()
+            while not self._closed:
+                for ready in [key.fileobj for key, _ in waiting.select()]:
+                    if ready is self._socket:
+                        self._take(waiting)
+                    else:  # its other end has closed it
+                        waiting.unregister(ready)
+                        ready.close()  # type: ignore[union-attr]
             for key in list(waiting.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
+
+    def _take(self, waiting: selectors.BaseSelector) -> None:
+        """A connection that waits; later, where there is no descriptor or memory for it now."""
+        try:
+            connection = self._socket.accept()[0]
+        except OSError:
+            time.sleep(TAKE_AGAIN_S)
+            return
+        if len(waiting.get_map()) > MOST_HELD:
+            connection.close()
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError):  # it has gone again
+            connection.send(RUNS)
+        waiting.register(connection, selectors.EVENT_READ)
 
 
 class RollCall:
