@@ -64,6 +64,43 @@ for _ in range(8):
 print(sizes[0], sizes[-1])
 """
 
+# a phase ends for the first time while the heart beats; then the process has no descriptor left for a moment
+BEATS_ON = """
+import sys, threading, time
+from collections import deque
+from pathlib import Path
+from regrow.control.phases import Phase
+from regrow.runtime.liveness import heartbeat as module
+from regrow.runtime.liveness.pulse import read_pulses
+folder, failed, read = Path(sys.argv[1]), threading.Event(), module.ControlWord.read
+
+def await_beat():
+    begun = time.monotonic()
+    while (now := time.monotonic()) - read_pulses(folder)[0].silent_s <= begun:
+        assert now < begun + 60, "it does not beat any more"
+        time.sleep(0.01)
+
+class Late(deque):
+    def append(self, took_s):
+        await_beat()
+        await_beat()
+        super().append(took_s)
+
+def fail(folder):
+    failed.set()
+    raise OSError(24, "Too many open files")
+
+module.deque = Late
+heartbeat = module.Heartbeat(folder)
+with heartbeat.phase(Phase.snapshot):
+    pass
+module.ControlWord.read = staticmethod(fail)
+assert failed.wait(60)
+module.ControlWord.read = staticmethod(read)
+await_beat()
+print("beats")
+"""
+
 
 def test_a_process_that_runs_never_seems_to_have_stood_still(tmp_path: Path) -> None:
     """It did, for as long as its machine had been up, to a keeper that read between two stores: it was ended."""
@@ -160,6 +197,15 @@ def test_a_look_has_the_stacks_of_now_and_their_file_does_not_grow(tmp_path: Pat
     )
     first, last = map(int, said.stdout.split())
     assert 0 < last < 2 * first
+
+
+def test_the_heart_beats_on_whatever_a_beat_of_it_meets(tmp_path: Path) -> None:
+    """Its thread ended, and the process was killed as one that is silent."""
+    said = subprocess.run(
+        [sys.executable, "-c", BEATS_ON, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert said.stdout == "beats\n"
+    assert said.stderr.count("Too many open files") == 1, "it is said once"
 
 
 @pytest.mark.parametrize(("limit", "trace"), [(64, "none"), (1 << 30, "True")])

@@ -6,6 +6,7 @@ The thread that trains may wait in a collective for a rank that never comes: the
 import contextlib
 import faulthandler
 import json
+import logging
 import math
 import os
 import sys
@@ -39,6 +40,8 @@ SPENT_KEYS = {  # of a row, by the fields of `Spent`
     "all_s": "wait_all_s",
 }
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+log = logging.getLogger(__name__)
 
 
 class Heartbeat:
@@ -137,20 +140,30 @@ class Heartbeat:
             self._generation = NOTHING
 
     def _run(self, asked: int) -> None:
+        said = ""
         while True:
-            self._pulse.beat(self._generation, self._step, self._probe_s)
-            self._pulse.spent(self._spent)
-            longest_s = {phase: max(list(took_s)) for phase, took_s in list(self._took_s.items())}
-            self._pulse.phase(*self._phases[-1], longest_s)
-            word = ControlWord.read(self._folder)
-            if word.traces != asked:
-                asked = word.traces
-                self._say_where(asked)
-            with self._lock:
-                if self._generation > NOTHING and (self._generation <= word.over or self._is_overdue()):
-                    self._generation = NOTHING
-                    self._breaker.start()
+            try:
+                asked = self._look(asked)
+                self._pulse.beat(self._generation, self._step, self._probe_s)  # last: what fails for long is silent
+            except Exception as error:  # of one beat, as where the process has no descriptor left
+                if said != (said := str(error)):
+                    log.exception("a heartbeat failed; the next one follows")
             time.sleep(BEAT_S)
+
+    def _look(self, asked: int) -> int:
+        """Tell what this process does, and do what the node's keeper asks for; the number of the newest question."""
+        self._pulse.spent(self._spent)
+        took_s = list(self._took_s.items())  # of a phase that ends for the first time just now there is none yet
+        longest_s = {phase: max(list(each), default=0.0) for phase, each in took_s}
+        self._pulse.phase(*self._phases[-1], longest_s)
+        word = ControlWord.read(self._folder)
+        if word.traces != asked:
+            self._say_where(word.traces)
+        with self._lock:
+            if self._generation > NOTHING and (self._generation <= word.over or self._is_overdue()):
+                self._generation = NOTHING
+                self._breaker.start()
+        return word.traces
 
     def _is_overdue(self) -> bool:
         """Whether this process has been in one collective for longer than any may take."""
