@@ -27,9 +27,9 @@ Meddle = Callable[[str, bytes], bytes]  # what becomes of bytes of "client" or "
 class Served:
     """A server that knows the secret, and the requests that it has believed."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.requests: list[dict[str, Any]] = []
-        self.server = RangeServer("127.0.0.1", lambda: SECRET, self._answer)
+        self.server = RangeServer(host, lambda: SECRET, self._answer)
         self.thread = threading.Thread(target=self.server.serve)
         self.thread.start()
 
@@ -104,6 +104,22 @@ def test_both_sides_that_know_the_secret_are_heard_frame_by_frame(served: Served
             assert connection.receive() == {"heard": number}
             assert connection.body == b"body" * number
     assert [request["say"] for request in served.requests] == [0, 1, 2]
+
+
+def test_a_keeper_listens_at_the_address_of_a_host_that_has_ipv6_alone() -> None:
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("a kernel without IPv6")
+    served = Served("::1")
+    try:
+        host, port = served.server.address
+        with connected(served.server.address, SECRET) as connection:
+            assert connection.host == host == "::1"
+            connection.send({"say": 6})
+            assert connection.receive() == {"heard": 6}
+    finally:
+        served.close()
+    with pytest.raises(CheckpointError, match=rf"keeper at \[::1\]:{port}: "), connected((host, port), SECRET):
+        pass
 
 
 STRANGERS = (b"", HELLO, b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(1 << 20), HELLO + b"\xff" * 500)

@@ -58,6 +58,7 @@ class RangeServer:
                         answer(request, connection)
 
         class Server(socketserver.ThreadingTCPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
             request_queue_size = WAITING
 
@@ -232,6 +233,16 @@ class Connection:
         self._socket.close()
 
 
+def keeper_at(address: Address) -> str:
+    """A keeper in messages.
+
+    >>> keeper_at(("fd00::2", 7000))
+    'keeper at [fd00::2]:7000'
+    """
+    host, port = address
+    return f"keeper at [{host}]:{port}" if ":" in host else f"keeper at {host}:{port}"
+
+
 @contextlib.contextmanager
 def connected(address: Address, secret: bytes) -> Iterator[Connection]:
     """A connection for a while. What goes wrong within is a CheckpointError that names the peer."""
@@ -240,7 +251,7 @@ def connected(address: Address, secret: bytes) -> Iterator[Connection]:
         connection = Connection.to(address, secret)
         yield connection
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"keeper at {address[0]}:{address[1]}: {first_line(error)}") from error
+        raise CheckpointError(f"{keeper_at(address)}: {first_line(error)}") from error
     finally:
         if connection is not None:
             connection.close()

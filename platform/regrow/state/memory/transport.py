@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Protocol
 
 from regrow.errors import CheckpointError
 from regrow.state.memory import link
-from regrow.state.memory.ranges import TIMEOUT_S, Address, Connection, Ranges, connected
+from regrow.state.memory.ranges import TIMEOUT_S, Address, Connection, Ranges, connected, keeper_at
 from regrow.state.memory.threads import Threads
 
 FILL = "fill"  # a request: bytes for memory that the keeper has registered; TCP's follow it
@@ -201,7 +201,7 @@ class TcpSession:
         try:
             opened = Connection.to(self._peer, self._secret)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"keeper at {self._peer[0]}:{self._peer[1]}: {error}") from error
+            raise CheckpointError(f"{keeper_at(self._peer)}: {error}") from error
         yield from self._used(opened)
 
     def _used(self, connection: Connection) -> Iterator[Connection]:
@@ -209,7 +209,7 @@ class TcpSession:
             yield connection
         except (OSError, ValueError) as error:
             connection.close()
-            raise CheckpointError(f"keeper at {self._peer[0]}:{self._peer[1]}: {error}") from error
+            raise CheckpointError(f"{keeper_at(self._peer)}: {error}") from error
         except BaseException:
             connection.close()
             raise
