@@ -19,6 +19,7 @@ import pytest
 from regrow.drill.processes import of_ray, send, wait_until_gone
 from regrow.record.log import read_events, read_metrics
 from regrow.storage import Storage
+from regrow.submit.pods import drain_command
 from regrow.submit.ray_jobs import AGENT_S, LEFT_OUT, NO_AGENT
 from support.cluster import ROOT, SMALL
 from support.submission import rendered
@@ -213,3 +214,33 @@ def test_the_entrypoint_for_kubernetes_runs_through_ray_job_submit(place: Place)
     assert [row["step"] for row in place.rows("rendered")] == list(range(1, 21))
     refused = place.run(*submit, "--", "true", token="other")
     assert refused.returncode != 0
+
+
+def test_a_pods_drain_ends_its_raylet_and_starts_no_python_worker(ray_folder: Path, tmp_path: Path) -> None:
+    """The command of a worker pod, where the raylet has had no driver: as one, it would have a worker started a CPU."""
+    (port, client, agent, metrics), output = free_ports(4), tmp_path / "head.out"
+    command = [
+        *(str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=2"),
+        *("--include-dashboard=false", f"--port={port}", f"--ray-client-server-port={client}"),
+        *(f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"),
+    ]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") or key == "RAY_TMPDIR"}
+    environment = kept | {"RAY_AUTH_MODE": "disabled"}
+    with open(output, "wb") as file:
+        head = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        pgrep = tmp_path / "pgrep"  # a pod sees its own processes alone
+        pgrep.write_text(f'#!/bin/sh\nexec {shutil.which("pgrep")} --parent {head.pid} "$@"\n')
+        pgrep.chmod(0o755)
+        asked = environment | {"RAY_ADDRESS": f"127.0.0.1:{port}", "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"}
+        up = with_deadline(lambda: "will now block forever" in output.read_text(), 90.0)  # its node is registered
+        assert up, output.read_text()
+        done = subprocess.run(["bash", "-c", drain_command(60)], env=asked, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert subprocess.run([pgrep, "-x", "raylet"]).returncode == 1, done.stderr  # it has left
+        logs = [path.name for path in (ray_folder / "session_latest" / "logs").iterdir()]
+        assert "raylet.out" in logs
+        assert [name for name in logs if re.match(r"python-core-(driver|worker)-", name)] == []
+    finally:
+        wait_until_gone(send(signal.SIGKILL, of_ray(str(ray_folder.parent))), 20.0)
+        head.wait()

@@ -28,7 +28,7 @@ from regrow.forecast.memory import plan_snapshot_memory
 from regrow.forecast.settle import settled
 from regrow.model.size import state_bytes
 from regrow.submit.check import broken_rules
-from regrow.submit.pods import grace_s, longest_restart_s, sizes
+from regrow.submit.pods import drain_command, grace_s, longest_restart_s, sizes
 from regrow.submit.render import MAX_NAME, entrypoint, job_name, render, to_yaml
 from regrow.submit.submit import pretrain_arguments, submit
 from support.crd import NEEDS_CRD, rayjob_schema
@@ -317,12 +317,15 @@ def test_the_drain_ends_inside_the_grace_period_and_idle_nodes_outlive_a_restart
 
 def test_the_drain_command_drains_and_waits_for_the_raylet_or_the_deadline(tmp_path: Path) -> None:
     """The real shell line, with stand-ins for Ray's command and for a raylet that ends after a while."""
+    agent = "--dashboard_agent_command=/usr/bin/python agent.py --node-id=00ff"
+    raylet = f"17 /ray/raylet --raylet_socket_name=/tmp/ray/s --node_id=80d4d5 {agent}"
     _, (*_, manifest) = rendered(["+cluster=h100x64"])
     pod = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     for name, body in {
+        "timeout": 'echo $1 > allowed; shift; "$@"',
         "ray": 'printf "%s\\n" "$@" > drained',
-        "pgrep": "echo x >> looks; [ $(wc -l < looks) -lt 3 ]",
+        "pgrep": f"if [ $1 = -ax ]; then echo {raylet}; exit; fi; echo x >> looks; [ $(wc -l < looks) -lt 3 ]",
         "sleep": "echo $1 >> slept",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -330,21 +333,28 @@ def test_the_drain_command_drains_and_waits_for_the_raylet_or_the_deadline(tmp_p
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
     subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=30)
     assert (tmp_path / "drained").read_text().splitlines() == [
-        *("drain-node", "--address", "head:6379", "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message"),
-        *("the pod is being deleted", "--deadline-remaining-seconds", "60"),
+        *("drain-node", "--address", "head:6379", "--node-id", "80d4d5", "--reason", "DRAIN_NODE_REASON_PREEMPTION"),
+        *("--reason-message", "the pod is being deleted", "--deadline-remaining-seconds", "60"),
     ]
+    assert (tmp_path / "allowed").read_text().split() == ["60"]
     assert (tmp_path / "slept").read_text().splitlines() == ["1", "1"]
+
+
+def test_a_drain_that_hangs_and_a_raylet_that_stays_end_with_the_time_for_them(tmp_path: Path) -> None:
+    for name, body in {"ray": "exec sleep 600", "pgrep": "echo 17 raylet --node_id=80d4d5"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
+    subprocess.run(["bash", "-c", drain_command(2)], env=env, check=True, timeout=60)
 
 
 def test_ray_has_the_drain_command_and_takes_these_options() -> None:
     from ray.scripts.scripts import drain_node
 
     options = {option for parameter in drain_node.params for option in parameter.opts}
-    assert {"--address", "--reason", "--reason-message", "--deadline-remaining-seconds"} <= options
+    assert {"--address", "--node-id", "--reason", "--reason-message", "--deadline-remaining-seconds"} <= options
     (reason,) = [each for each in drain_node.params if each.name == "reason"]
     assert "DRAIN_NODE_REASON_PREEMPTION" in reason.type.choices
-    (node,) = [each for each in drain_node.params if each.name == "node_id"]
-    assert not node.required  # the node that it runs on
 
 
 def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None:

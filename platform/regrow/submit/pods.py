@@ -221,11 +221,17 @@ def submitter_pod(submit: SubmitConfig, image: str, labels: dict[str, str]) -> F
 
 
 def drain_command(drain_s: int) -> str:
-    """What a worker pod runs when it is to end: tell Ray until when, then wait for the raylet or that time."""
+    """What a worker pod runs when it is to end: tell Ray until when, then wait for the raylet, all within that time.
+
+    The node's id is the one on its raylet's command line. To find it by itself, `ray drain-node` would become a driver,
+    this raylet's first, for which it starts a Python worker a CPU and waits for them (ray-project/ray#40131).
+    """
     return (
-        'ray drain-node --address "$RAY_ADDRESS" --reason DRAIN_NODE_REASON_PREEMPTION '
-        f"--reason-message 'the pod is being deleted' --deadline-remaining-seconds {drain_s}; "
-        f"seq {drain_s} | while read -r _ && pgrep -x raylet >/dev/null; do sleep 1; done"
+        "node=$(pgrep -ax raylet | grep -om1 -- '--node_id=[0-9a-f]*'); "
+        f'timeout {drain_s} ray drain-node --address "$RAY_ADDRESS" --node-id "${{node#*=}}" '
+        "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is being deleted' "
+        f"--deadline-remaining-seconds {drain_s}; "
+        f"while ((SECONDS < {drain_s})) && pgrep -x raylet >/dev/null; do sleep 1; done"
     )
 
 
