@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import uuid
+from ipaddress import IPv6Address
+from pathlib import Path
 
 import pytest
 
@@ -18,23 +20,42 @@ def test_the_interface_of_an_address_is_used_unless_another_is_named() -> None:
     meet_at("127.0.0.1", environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^docker"}
     environment = {}
-    meet_at("203.0.113.1", environment)  # nobody's: RFC 5737
+    for nobodys in ("203.0.113.1", "2001:db8::1", "fe80::1%none", "a-host's-name"):  # RFC 5737, RFC 3849
+        meet_at(nobodys, environment)
     assert environment == {}
+
+
+def test_nccl_is_told_the_whole_name_of_an_interface() -> None:
+    """It takes eth0 for a beginning: eth0.100, another network, would do as well."""
+    environment: dict[str, str] = {}
+    meet_at("127.0.0.1", environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="a kernel without IPv6")
+def test_the_interface_of_an_ipv6_address_is_found_however_that_is_written() -> None:
+    assert interface_of("::1") == interface_of("0:0:0:0:0:0:0:1") == "lo"
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, *_, name = line.split()
+        address = IPv6Address(bytes.fromhex(digits))
+        assert address.is_link_local or interface_of(str(address)) == name  # which several may have
 
 
 @pytest.mark.skipif(not NAMESPACES, reason="needs root and network namespaces")
 def test_of_several_interfaces_the_one_with_the_address_is_found() -> None:
     code = (
-        "from regrow.runtime.hardware.interfaces import interface_of as i; print(i('198.51.100.7'), i('203.0.113.9'))"
+        "from regrow.runtime.hardware.interfaces import interface_of as i; "
+        "print(i('198.51.100.7'), i('203.0.113.9'), i('2001:db8::9'))"
     )
     one, two = (f"x{uuid.uuid4().hex[:8]}" for _ in range(2))
     script = (
         f"ip link add {one} type veth peer name {two} && ip addr add 198.51.100.7/24 dev {one} && "
-        f"ip addr add 203.0.113.9/24 dev {two} && ip link set {one} up && ip link set {two} up && "
+        f"ip addr add 203.0.113.9/24 dev {two} && ip addr add 2001:db8::9/64 dev {two} && "
+        f"ip link set {one} up && ip link set {two} up && "
         f'exec "{sys.executable}" -c "{code}"'
     )
     done = subprocess.run(["unshare", "-n", "sh", "-c", script], capture_output=True, text=True, check=False)
     if "Unknown device type" in done.stderr:
         pytest.skip("the kernel has no pairs of interfaces")
-    assert done.stdout.split() == [one, two], done.stderr
+    assert done.stdout.split() == [one, two, two], done.stderr
     assert interface_of(socket.inet_ntoa(b"\xc6\x33\x64\x07")) is None
