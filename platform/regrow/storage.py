@@ -2,7 +2,7 @@
 
 Nothing relies on append or rename: a written file appears whole or not at all. Local paths use the standard library
 alone; URIs go through `pyarrow.fs`, and through `fsspec` for schemes that Arrow does not speak. Transient errors of
-remote stores are retried with backoff until a deadline; what remains is an OSError that names the file.
+remote stores are retried with backoff until a deadline; what remains is a StorageUnreachable that names the file.
 """
 
 import contextlib
@@ -37,6 +37,10 @@ ONE_PUT_BYTES = 4 << 20  # up to which a file is one call: Arrow sends it once i
 
 class StorageError(RegrowError):
     """A storage location cannot be used as given."""
+
+
+class StorageUnreachable(OSError):
+    """A remote store still fails after it was asked again and again; the message names the file."""
 
 
 class Storage(ABC):
@@ -163,7 +167,7 @@ class LocalStorage(Storage):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # pids of other hosts may be the same
         num_bytes = 0
         try:
-            with DirectFile(temporary) as file:
+            with _named(path), DirectFile(temporary) as file:
                 for chunk in chunks:
                     num_bytes += file.write(chunk)
             place(temporary, path)
@@ -340,7 +344,7 @@ class RemoteStorage(Storage):
                 if any(each in str(error) for each in NO_TRAILERS):
                     raise StorageError(f"{self / name}: {NO_TRAILERS_HELP}: {error}") from error
                 if time.monotonic() + wait_s > give_up_at:
-                    raise OSError(f"{self / name}: still failing after {retry_s:.0f} s: {error}") from error
+                    raise StorageUnreachable(f"{self / name}: still failing after {retry_s:.0f} s: {error}") from error
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 15.0)
 
@@ -359,7 +363,7 @@ def may_pass(error: OSError) -> bool:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of reading name no file by themselves."""
+    """Errors of reading and of writing name no file by themselves."""
     try:
         yield
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from regrow import direct_file
 from regrow.config import store
 from regrow.config.check import check, geometry, topologies, world_sizes
 from regrow.config.schema import (
@@ -29,7 +30,9 @@ from regrow.config.spares import most_workers
 from regrow.config.store import load_run_config, pretrain_config, to_dict
 from regrow.errors import BatchError, ConfigError
 from regrow.forecast.settle import settled
+from regrow.record.run_folder import read_record, write_record
 from regrow.runtime import driver
+from regrow.storage import LocalStorage, Storage
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,10 +135,28 @@ def test_a_folder_that_cannot_be_made_is_one_line_before_anything_starts(
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
 def test_a_place_that_fails_is_one_line_wherever_a_job_meets_it(number: int) -> None:
     with pytest.raises(SystemExit, match=rf"^error: /runs/x: {os.strerror(number)}$"):
         meet(OSError(number, os.strerror(number), "/runs/x"))
+
+
+def test_a_disk_that_is_full_when_a_run_begins_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(direct_file.os, "write", lambda file, data: (_ for _ in ()).throw(full))
+    said = pytest.raises(SystemExit, match=rf"^error: {tmp_path}/run.json: No space left on device$")
+    with said, store._mistakes_in_one_line(PretrainConfig):
+        write_record(LocalStorage(tmp_path), run_id="mine", identity={}, manifest_sha256="aa", is_new=True)
+
+
+def test_a_remote_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Storage.at("memory://nowhere/mine")
+    folder.retry_s = 0.0
+    gone = OSError("connection refused\nand more of the client's words")
+    monkeypatch.setattr(folder, "open_file", lambda path: (_ for _ in ()).throw(gone))
+    said = "error: memory://nowhere/mine/run.json: still failing after 0 s: connection refused"
+    with pytest.raises(SystemExit, match=f"^{said}$"), store._mistakes_in_one_line(PretrainConfig):
+        read_record(folder)
 
 
 @pytest.mark.parametrize(

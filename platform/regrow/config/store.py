@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SimulateJobConfig, SubmitJobConfig
 from regrow.deadline import leaving
 from regrow.errors import ConfigError, RegrowError, first_line
-from regrow.storage import Storage
+from regrow.storage import Storage, StorageUnreachable
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
 CONF_DIR = Path(__file__).parents[3] / "conf"
@@ -35,7 +35,8 @@ CONF_DIR = Path(__file__).parents[3] / "conf"
 BELOW_NULL = "Unexpected type for root"  # what omegaconf asserts of a key below a structured node that is null
 NO_NAME = "Config group override must be a string"  # what hydra says of data=null
 ALWAYS = ("model", "data")  # groups of which one file is chosen by default
-PLACE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC)  # of what a user names, or fills
+# of what a user names, or fills
+PLACE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 CHOICES = (*ALWAYS, "cluster")  # groups of which a job's arguments choose a file
 
 Config = TypeVar("Config", bound=PretrainConfig)
@@ -83,6 +84,8 @@ def _mistakes_in_one_line(schema: type[PretrainConfig]) -> Iterator[None]:
         sys.exit(130)
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_one_line(error, schema)}")
+    except StorageUnreachable as error:
+        sys.exit(f"error: {str(error).splitlines()[0]}")
     except OSError as error:
         if error.errno not in PLACE_ERRORS or error.filename is None:
             raise
