@@ -428,6 +428,20 @@ def test_a_head_leaves_a_dead_host_well_before_kuberay_gives_its_job_up(case: st
         assert 0 < found["tolerationSeconds"] <= 60
 
 
+@pytest.mark.parametrize("given", [[], ["+submit.head_node_selector.pool=steady"]])
+def test_the_submitter_is_where_the_head_is_and_moved_no_more_than_it_and_may_end_daily_for_a_year(
+    given: list[str],
+) -> None:
+    """KubeRay deletes a cluster that trains once its submitter's pod has ended this often, by an eviction or a log's."""
+    spec = rendered(["+cluster=h100x64", *given])[1][-1]["spec"]
+    head, submitter = spec["rayClusterSpec"]["headGroupSpec"]["template"], spec["submitterPodTemplate"]
+    assert submitter["metadata"]["annotations"] == head["metadata"]["annotations"] != {}
+    for field in ("nodeSelector", "tolerations"):
+        assert submitter["spec"].get(field) == head["spec"].get(field)
+    assert submitter["spec"].get("nodeSelector") == ({"pool": "steady"} if given else None)
+    assert spec["submitterConfig"]["backoffLimit"] >= 366
+
+
 @pytest.mark.parametrize("given", [[], ["+submit.env.RAY_START_ULIMIT_OPEN_FILES='131072'"]])
 def test_ray_starts_with_all_open_files_that_the_host_allows_or_with_what_the_user_says(given: list[str]) -> None:
     """KubeRay's line in front of `ray start`, in the environment of the pods."""

@@ -401,7 +401,7 @@ class SubmitConfig:
     head_cpus: float = 16.0  # of the head, which runs the driver and the coordinator, and no ranks
     head_memory_gb: float = 64.0  # of the head
     node_selector: dict[str, str] = field(default_factory=dict)  # labels of Kubernetes nodes for workers
-    head_node_selector: dict[str, str] = field(default_factory=dict)  # and for the head
+    head_node_selector: dict[str, str] = field(default_factory=dict)  # and for the head and the submitter
     tolerations: list[Toleration] = field(default_factory=list)  # of workers, beside the one for GPU nodes
     rack_label: str | None = None  # label of Kubernetes nodes that fail together; becomes Ray's snapshot.domain_label
     topology_key: str | None = None  # label of Kubernetes nodes; workers only where it is the same, as a zone

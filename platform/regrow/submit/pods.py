@@ -22,7 +22,8 @@ HEAD_SHM_GIB = 8
 HEAD_OBJECT_STORE_BYTES = 4_000_000_000
 LEAVE_S = 10  # `ray start` drains again when it is told to end; by then there is nothing to drain
 END_S = 35  # for the containers to end after the drain
-DEAD_HOST_S = 30  # from a host that is found dead to its head pod's eviction; Kubernetes' default is 300 s
+DEAD_HOST_S = 30  # from a host that is found dead to the eviction of a head or submitter; Kubernetes' default is 300 s
+NOT_MOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 GPU = "nvidia.com/gpu"
 
 NETWORK_RESOURCE = {Network.efa: "vpc.amazonaws.com/efa", Network.infiniband: "rdma/hca_shared_devices_a"}
@@ -132,24 +133,16 @@ def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: d
         "resources": {"requests": resources, "limits": dict(resources)},
         "volumeMounts": _mounts(config, submit),
     }
-    annotations = {
-        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-        "karpenter.sh/do-not-disrupt": "true",
-    }
     pod = {
         **_pod(submit),
         "terminationGracePeriodSeconds": 60,
-        **({"nodeSelector": dict(submit.head_node_selector)} if submit.head_node_selector else {}),
-        "tolerations": [
-            {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute"}
-            | {"tolerationSeconds": DEAD_HOST_S}
-            for why in ("not-ready", "unreachable")
-        ],
+        **_where_heads_are(submit),
         "securityContext": _pod_security(),
         "containers": [container],
         "volumes": _volumes(config, submit, HEAD_SHM_GIB),
     }
-    return {"metadata": {"labels": {**labels, "regrow/role": "head"}, "annotations": annotations}, "spec": pod}
+    metadata = {"labels": {**labels, "regrow/role": "head"}, "annotations": dict(NOT_MOVED)}
+    return {"metadata": metadata, "spec": pod}
 
 
 def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image: str, labels: dict[str, str]) -> Fields:
@@ -205,7 +198,10 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
 
 
 def submitter_pod(submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
-    """Pod template of the Kubernetes Job that submits and follows; KubeRay writes its command."""
+    """Pod template of the Kubernetes Job that submits and follows; KubeRay writes its command.
+
+    Kept in its place like the head: KubeRay counts its ends, whatever they are of.
+    """
     resources = {"cpu": "1", "memory": "2Gi"}
     container = {
         **_container("ray-job-submitter", submit, image, {}, credentials=False),
@@ -213,11 +209,13 @@ def submitter_pod(submit: SubmitConfig, image: str, labels: dict[str, str]) -> F
     }
     pod = {
         **_pod(submit),
+        **_where_heads_are(submit),
         "automountServiceAccountToken": False,
         "securityContext": _pod_security(),
         "containers": [container],
     }
-    return {"metadata": {"labels": {**labels, "regrow/role": "submitter"}}, "spec": pod}
+    metadata = {"labels": {**labels, "regrow/role": "submitter"}, "annotations": dict(NOT_MOVED)}
+    return {"metadata": metadata, "spec": pod}
 
 
 def drain_command(drain_s: int) -> str:
@@ -274,6 +272,17 @@ def _pod(submit: SubmitConfig) -> Fields:
         "serviceAccountName": submit.service_account,
         **({"priorityClassName": submit.priority_class} if submit.priority_class else {}),
         **({"imagePullSecrets": [{"name": submit.image_pull_secret}]} if submit.image_pull_secret else {}),
+    }
+
+
+def _where_heads_are(submit: SubmitConfig) -> Fields:
+    return {
+        **({"nodeSelector": dict(submit.head_node_selector)} if submit.head_node_selector else {}),
+        "tolerations": [
+            {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute"}
+            | {"tolerationSeconds": DEAD_HOST_S}
+            for why in ("not-ready", "unreachable")
+        ],
     }
 
 
