@@ -40,6 +40,11 @@ class CheckpointError(RegrowError):
     """A checkpoint is damaged, incomplete, or belongs to another run."""
 
 
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint is another run's, or of a version that this code does not read: no damage, and not to be passed over
+    or deleted."""
+
+
 class NotWrittenError(CheckpointError):
     """Storage does not take a checkpoint; its state is still there, and it may take it later."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
-from regrow.errors import CheckpointError, NotWrittenError
+from regrow.errors import CheckpointError, ForeignCheckpointError, NotWrittenError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
@@ -21,8 +22,9 @@ from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE
 from regrow.state.commands import list_lines
 from regrow.state.disk import catalog, store
+from regrow.state.disk import format as disk_format
 from regrow.state.disk.catalog import survey
-from regrow.state.disk.format import COMMIT
+from regrow.state.disk.format import COMMIT, DAMAGED
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, training_entries
 from regrow.storage import LocalStorage, Storage
@@ -257,6 +259,74 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     save_alone(tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"belongs to run {RUN}, not to another"):
         catalog.open_checkpoint(Storage.at(tmp_path), 1, run_id="another")
+
+
+def written_as(folder: Path, step: int, **change: object) -> None:
+    """What a regrow of another version, or another run, has committed there: whole, as its checksums say."""
+    commit = folder / catalog.step_folder(step) / COMMIT
+    pointer = json.loads(commit.read_bytes())
+    index, size = commit.with_name(pointer["index"]), pointer["bytes"]
+    plain, rest = json.loads(index.read_bytes()[:size]), index.read_bytes()[size:]
+    text = json.dumps({**plain, **change}).encode()
+    index.write_bytes(text + rest)
+    commit.write_text(json.dumps({**pointer, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}))
+
+
+FOREIGN = [
+    ({"version": 6}, r"written by a newer regrow \(regrow-checkpoint version 6; this one reads .*5\); use that one"),
+    ({"version": 1}, r"written by an older regrow \(regrow-checkpoint version 1; .*move the folder away"),
+    ({"format": "regrow-other"}, r"written by a newer regrow \(regrow-other version 5; "),
+    ({"run_id": "another"}, f"step-00000020 belongs to run another, not to {RUN}; move it away"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FOREIGN, ids=str)
+def test_a_checkpoint_of_another_version_or_run_is_refused_and_neither_passed_over_nor_deleted(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    """One node with an older install would train from step 10, and retention delete step 20 as damaged."""
+    folder = Storage.at(tmp_path)
+    for step in (10, 20):
+        save_alone(tmp_path, step)
+    written_as(tmp_path, 20, **change)
+    with pytest.raises(ForeignCheckpointError, match=message):
+        restored_step(tmp_path)
+    assert not (tmp_path / "step-00000020" / DAMAGED).exists()
+    assert catalog.retain(folder, keep=2, run_id=RUN) == []  # one alone counts
+    for step in (30, 40):
+        save_alone(tmp_path, step)
+    assert catalog.retain(folder, keep=2, run_id=RUN) == [10]
+    catalog.note_damaged(folder, 20, "by a node whose install did not know better")
+    assert catalog.retain(folder, keep=2, run_id=RUN) == []
+    assert (tmp_path / "step-00000020" / COMMIT).exists()
+
+
+def restore_where_one_is_older(folder: str) -> str:
+    """What each rank is told, where the second one does not read the newest version."""
+    entries, coordinates, _ = entries_after(0, seed=2)
+    if dist.get_rank() == 1:
+        disk_format.READABLE = (2, 3, 4)
+    heard: list[int] = []
+    with pytest.raises(ForeignCheckpointError) as refused:
+        store.restore_newest(
+            Storage.at(folder),
+            [2],
+            entries,
+            coordinates,
+            None,
+            run_id=RUN,
+            global_batch_seqs=24,
+            damaged=lambda step, detail: heard.append(step),
+        )
+    assert heard == []
+    return str(refused.value)
+
+
+def test_one_rank_that_does_not_read_the_version_has_all_of_them_refuse(tmp_path: Path) -> None:
+    run_ranks(save_on_ranks, 2, str(tmp_path), 1, False, False)
+    first, second = run_ranks(restore_where_one_is_older, 2, str(tmp_path))
+    assert first == second
+    assert "regrow (regrow-checkpoint version 5; this one reads regrow-checkpoint 2, 3, 4)" in first
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ def test_a_head_leaves_a_dead_host_well_before_kuberay_gives_its_job_up(case: st
 def test_the_submitter_is_where_the_head_is_and_moved_no_more_than_it_and_may_end_daily_for_a_year(
     given: list[str],
 ) -> None:
-    """KubeRay deletes a cluster that trains once its submitter's pod has ended this often, by an eviction or a log's."""
+    """KubeRay deletes a cluster that trains once its submitter's pod has ended so often, be it by evictions."""
     spec = rendered(["+cluster=h100x64", *given])[1][-1]["spec"]
     head, submitter = spec["rayClusterSpec"]["headGroupSpec"]["template"], spec["submitterPodTemplate"]
     assert submitter["metadata"]["annotations"] == head["metadata"]["annotations"] != {}

@@ -185,7 +185,9 @@ class GenerationHooks:
         self._event("checkpoint", fields)
         kept = self._job.config.checkpoint
         if self._rank == 0 and (
-            problem := catalog.try_retain(folder, keep=kept.keep, keep_every_steps=kept.keep_every_steps)
+            problem := catalog.try_retain(
+                folder, keep=kept.keep, keep_every_steps=kept.keep_every_steps, run_id=self._job.run_id
+            )
         ):
             self._event("note", {"text": problem})
 

@@ -165,7 +165,7 @@ class Publisher:
             except (OSError, Superseded) as error:
                 return e.Deleted(first_line(error))
             kept = {"keep": self._keep, "keep_every_steps": self.keep_every_steps}
-            return e.Deleted(try_retain(self._checkpoints, **kept, apart=apart))
+            return e.Deleted(try_retain(self._checkpoints, **kept, apart=apart, run_id=self._run_id))
 
         self._apart.append(apart)
         self._working.append(self.deleting.submit(delete))

@@ -127,7 +127,7 @@ def restore(
     Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported, which
     has it noted, and the one before it taken; those noted before come last. `entries` are those of `built`,
     on a rank at this place of the mesh.
-    Raises CheckpointError if all checkpoints are damaged.
+    Raises CheckpointError if all checkpoints are damaged, or one is another run's or of a version not read here.
     """
     folder, limit = Storage.at(job.checkpoints), _trusted(job)
     if memory is not None:

@@ -192,7 +192,8 @@ class TorchrunRun:
         """A step, filled with the newest checkpoint that is sound; as initialised where there is none. Collective.
 
         `build` is told what the steps after it are trained with, which float8's end makes another; the step before is
-        let go of first, as two do not fit. Raises CheckpointError where there are some and none is sound.
+        let go of first, as two do not fit. Raises CheckpointError where there are some and none is sound, or one is
+        another run's or of a version not read here.
         """
         parallel, num_steps = self.config.parallel, self.config.train.steps
         recipe = recipe_after(parallel, num_steps, self._newest_step())
@@ -329,7 +330,9 @@ class TorchrunRun:
         self.message(written.sentence())
         kept = self.config.checkpoint
         if self.rank == 0 and (
-            problem := catalog.try_retain(self.checkpoints, keep=kept.keep, keep_every_steps=kept.keep_every_steps)
+            problem := catalog.try_retain(
+                self.checkpoints, keep=kept.keep, keep_every_steps=kept.keep_every_steps, run_id=self.run.run_id
+            )
         ):
             self.event(events.Note(text=problem))
 

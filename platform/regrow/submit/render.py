@@ -27,7 +27,7 @@ Manifest = dict[str, Any]
 
 MAX_NAME = 47  # characters of a RayJob's name: KubeRay appends to it
 GROUP = "workers"
-# ends of the submitter's pod over a whole run, a log connection's too, after which KubeRay deletes the cluster that trains
+# ends of the submitter's pod, by evictions and broken connections, after which KubeRay deletes the cluster that trains
 SUBMITTER_RETRIES = 1000
 IDLE_FACTOR = 1.5  # over the longest restart
 

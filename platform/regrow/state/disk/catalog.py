@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from regrow.errors import CheckpointError, first_line
+from regrow.errors import CheckpointError, ForeignCheckpointError, first_line
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece
 from regrow.state.checksums import CHUNK_BYTES, hold
 from regrow.state.disk.format import (
@@ -102,7 +102,10 @@ def _steps(folder: Storage) -> list[int]:
 
 
 def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None, with_files: bool = True) -> Index:
-    """The verified index of a committed step. Raises CheckpointError if it is damaged, or another run's or step's.
+    """The verified index of a committed step.
+
+    Raises CheckpointError if it is damaged, or another step's; ForeignCheckpointError if it is sound and another run's,
+    or of a version that this code does not read.
 
     A restore does without the list of all files, which grows with the ranks that wrote them.
     """
@@ -117,7 +120,7 @@ def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None, wi
         raise CheckpointError(f"{source / name}: its sha256 is not the one in {COMMIT}; the file is damaged or swapped")
     index = Index.from_json(content, str(source / name), name)
     if run_id is not None and index.run_id != run_id:
-        raise CheckpointError(f"{source} belongs to run {index.run_id}, not to {run_id}")
+        raise ForeignCheckpointError(f"{source} belongs to run {index.run_id}, not to {run_id}; move it away")
     if index.step != step:
         raise CheckpointError(f"{source} holds a checkpoint of step {index.step}")
     return _with_files(source, index) if with_files else index
@@ -147,11 +150,14 @@ def is_kept(folder: Storage, step: int) -> bool:
     return folder.exists(f"{step_folder(step)}/{KEEP}")
 
 
-def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = ()) -> list[int]:
+def retain(
+    folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = (), run_id: str | None = None
+) -> list[int]:
     """Delete what is older than the newest `keep` checkpoints that are whole, uncommitted leftovers included.
 
     Those at multiples of `keep_every_steps` are marked, and what is marked stays for good, whatever is asked for later.
-    Steps `apart` are just being written: they neither count nor go.
+    Steps `apart` are just being written: they neither count nor go. Nor do those of another run than `run_id`, and of
+    versions that this code does not read.
 
     The newest in time: where a run went back to an earlier step, what it had written past that counts no more, and
     goes once the run has passed it. COMMIT goes first, so that a deletion cut short leaves nothing that looks whole.
@@ -166,13 +172,15 @@ def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Cont
             kept.append(step)
     passed_over = set(sorted(kept)[:-keep])  # not looked at: there may be many of them
     counting = [step for step in committed if step not in passed_over and step not in apart]
-    sound = _sound(folder, _sorted_out(folder, counting)[0], keep)
+    sound = _sound(folder, _sorted_out(folder, counting)[0], keep, run_id)
     if len(sound) < keep:
         return []
     deleted, problems = [], []
     for step in reversed(_steps(folder)):
         if step < sound[-1] and step not in kept and step not in apart:
             try:
+                if _is_foreign(folder, step, run_id):
+                    continue
                 folder.delete(f"{step_folder(step)}/{COMMIT}")
                 folder.delete(step_folder(step))
                 deleted.append(step)
@@ -186,7 +194,20 @@ def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Cont
 _whole: set[tuple[str, str]] = set()  # folders of steps and their metadata files that this process found whole
 
 
-def _sound(folder: Storage, steps: Sequence[int], most: int) -> list[int]:
+def _is_foreign(folder: Storage, step: int, run_id: str | None) -> bool:
+    """Whether a step is another run's, or of a version that this code does not read.
+
+    Raises OSError as `_passing_over_damage`.
+    """
+    with _passing_over_damage(folder):
+        try:
+            open_checkpoint(folder, step, run_id=run_id, with_files=False)
+        except ForeignCheckpointError:
+            return True
+    return False
+
+
+def _sound(folder: Storage, steps: Sequence[int], most: int, run_id: str | None) -> list[int]:
     """The first checkpoints that are whole, as far as a quick look tells, newest in time first, each older in steps.
 
     One that was found whole before is not looked at again: a large one has many thousand files.
@@ -194,7 +215,7 @@ def _sound(folder: Storage, steps: Sequence[int], most: int) -> list[int]:
     found, sound = [], list[int]()
     for step in steps:
         with _passing_over_damage(folder):
-            found.append((open_checkpoint(folder, step, with_files=False), step))
+            found.append((open_checkpoint(folder, step, run_id=run_id, with_files=False), step))
     for index, step in sorted(found, key=lambda each: (each[0].generation, each[1]), reverse=True):
         if len(sound) == most or (sound and step >= sound[-1]):
             continue
@@ -221,10 +242,12 @@ def _passing_over_damage(folder: Storage) -> Iterator[None]:
             raise
 
 
-def try_retain(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = ()) -> str:
+def try_retain(
+    folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = (), run_id: str | None = None
+) -> str:
     """`retain`, which training does not depend on: what to tell the user, or nothing."""
     try:
-        retain(folder, keep=keep, keep_every_steps=keep_every_steps, apart=apart)
+        retain(folder, keep=keep, keep_every_steps=keep_every_steps, apart=apart, run_id=run_id)
     except OSError as error:
         return f"old checkpoints were not all deleted, the next one tries again: {first_line(error)}"
     return ""

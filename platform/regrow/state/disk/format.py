@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from regrow.control.values import Scalar
-from regrow.errors import CheckpointError
+from regrow.errors import CheckpointError, ForeignCheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece, chunk
 from regrow.state.checksums import CHUNK_BYTES, Crc
 from regrow.state.disk.stacks import Part, Stack
@@ -136,13 +136,16 @@ class Index:
 
     @staticmethod
     def from_json(data: bytes, where: str, name: str = "") -> "Index":
-        """Raises CheckpointError where `data` is not an index of a version that this code reads. `name`: the file's."""
+        """Raises ForeignCheckpointError for a version that this code does not read, CheckpointError where `data` is no
+        index. `name`: the file's."""
         try:
             content = json.loads(data)
-            if content["format"] != FORMAT or content["version"] not in READABLE:
-                raise CheckpointError(
-                    f"{where} is {content['format']} version {content['version']}; this regrow reads {FORMAT} "
-                    f"{', '.join(map(str, READABLE))}"
+            found, version = content["format"], content["version"]
+            if found != FORMAT or version not in READABLE:
+                writer = "an older" if found == FORMAT and version < VERSION else "a newer"
+                raise ForeignCheckpointError(
+                    f"{where} was written by {writer} regrow ({found} version {version}; this one reads {FORMAT} "
+                    f"{', '.join(map(str, READABLE))}); use that one, or move the folder away"
                 )
             return Index(
                 run_id=content["run_id"],

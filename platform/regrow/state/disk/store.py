@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from regrow.control.values import Scalar
-from regrow.errors import CheckpointError, NotWrittenError
+from regrow.errors import CheckpointError, ForeignCheckpointError, NotWrittenError
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import is_first_of_stage, is_second
 from regrow.state.collective import from_rank_0, gather, rank
@@ -144,11 +144,12 @@ def restore_newest(
 
     Collective, with the same `steps`, newest first, on all ranks; `replicas` as `share_parts` has it. `damaged` hears
     of each that is passed over: its step, and what the first rank with a problem says of it.
-    Raises CheckpointError where none of them is sound, OSError where storage does not answer.
+    Raises ForeignCheckpointError where any rank finds one to be another run's, or of a version that it does not read;
+    CheckpointError where none of them is sound, OSError where storage does not answer.
     """
     problem, num_entries = "", _num_entries_of_all(entries, coordinates)
     for step in steps:
-        mine, index, progress = "", None, None
+        mine, is_foreign, index, progress = "", False, None, None
         try:
             index = open_checkpoint(folder, step, run_id=run_id, with_files=False)
             restore(folder, index, entries, coordinates)
@@ -157,12 +158,15 @@ def restore_newest(
                 raise CheckpointError(f"{where}: holds {len(index.tensors)} tensors, the model has {num_entries}")
             progress = restored_progress(index.scalars, global_batch_seqs=global_batch_seqs)
         except CheckpointError as error:
-            mine = str(error)
+            mine, is_foreign = str(error), isinstance(error, ForeignCheckpointError)
         except OSError as error:
             if not is_unreadable(folder, error):
                 raise
             mine = problem_of(error)
-        problem = next(filter(None, gather(mine)), "")
+        found = gather((mine, is_foreign))
+        if foreign := next((each for each, is_one in found if is_one), ""):
+            raise ForeignCheckpointError(foreign)  # the one before it is not where the run is
+        problem = next((each for each, _ in found if each), "")
         if not problem:
             share_parts(entries, coordinates, replicas)
             return progress
