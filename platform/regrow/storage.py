@@ -25,6 +25,7 @@ from regrow.errors import RegrowError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 RETRY_DEADLINE_S = 120.0
+RETRY_AFTER_S = 0.5  # twice as long each time
 REQUESTS = 16  # to a store at a time, by `in_threads`
 PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501  # of HTTP
 NO_TRAILERS = ("MissingContentLength", "HTTP status 411")  # stores of an older S3, of uploads that end with a checksum
@@ -332,7 +333,7 @@ class RemoteStorage(Storage):
     def _retry(self, name: str, operation: Callable[[str], Result]) -> Result:
         path = f"{self.root}/{name}".rstrip("/")
         retry_s = RETRY_DEADLINE_S if self.retry_s is None else self.retry_s
-        give_up_at, wait_s = time.monotonic() + retry_s, 0.5
+        give_up_at, wait_s = time.monotonic() + retry_s, RETRY_AFTER_S
         while True:
             try:
                 return operation(path)

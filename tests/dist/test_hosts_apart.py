@@ -97,6 +97,7 @@ def test_a_host_has_its_own_name_address_memory_processes_and_temporary_folder(p
         assert {"docker0", "eth0", "lo"} <= set(seen["interfaces"])
 
 
+@pytest.mark.long
 def test_a_partition_may_be_one_way_and_heals(apart: HostsApart, pair: tuple[Host, Host]) -> None:
     first, second = pair
     talk = """

@@ -56,13 +56,14 @@ def losses(training: Training) -> list[tuple[float, float, int]]:
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [
-        pytest.param(2, ParallelConfig(pp=2), id="2 stages"),
+        pytest.param(2, ParallelConfig(pp=2), id="2 stages", marks=LONG),
         pytest.param(
             2,
             ParallelConfig(
                 pp=2, schedule=INTERLEAVED, activation_checkpoint=ActivationCheckpoint.full, loss_chunk_tokens=5
             ),
             id="interleaved, full checkpointing, five tokens' logits at a time",
+            marks=LONG,
         ),
         pytest.param(
             4,

@@ -18,7 +18,8 @@ from support.keepers import RUN, Node, assert_state, cluster, entries_of, snapsh
 from support.s3 import Faults, s3_server
 
 pytestmark = pytest.mark.timeout(300)
-KINDS = ("slow", "error", "late_error", "cut", "reset")
+LONG = pytest.mark.long
+KINDS = ("slow", "error", pytest.param("late_error", marks=LONG), "cut", pytest.param("reset", marks=LONG))
 RETRY_S = 60.0
 
 
@@ -34,6 +35,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, Faults]]:
 def served(server: tuple[str, Faults], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Faults]]:
     """Without faults, and afterwards too."""
     monkeypatch.setattr(storage_module, "RETRY_DEADLINE_S", RETRY_S)
+    monkeypatch.setattr(storage_module, "RETRY_AFTER_S", 0.1)
     yield server
     server[1].set("")
 

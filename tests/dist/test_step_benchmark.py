@@ -47,6 +47,7 @@ def benchmark() -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_the_benchmark_runs_where_only_torch_is_installed_and_writes_what_it_measured(tmp_path):
     out = tmp_path / "results" / "step.json"
     small = ["--models", "debug-layers1", "--seq-len", "32", "--micro-batch-seqs", "2", "--warmup", "1", "--quick"]

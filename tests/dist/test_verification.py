@@ -26,13 +26,13 @@ def test_the_rank_that_computes_wrong_is_named_in_the_next_verification(what: st
 
 
 def test_no_healthy_rank_is_named_and_nothing_that_is_learned_changes() -> None:
-    """Over 30 verifications, one a step, of replicas that nothing is sharded among, too."""
+    """Over 16 verifications, one a step, of replicas that nothing is sharded among, too."""
     replicas = ParallelConfig(dp_replicate=3, reshard_after_forward=False, sync_every_micro_batch=True)
     for parallel in (FSDP, replicas):
-        seen = run_ranks(train_verifying, 3, parallel, 1, 15, 0, None)[0]
-        assert len(seen.outcomes) == 15
+        seen = run_ranks(train_verifying, 3, parallel, 1, 8, 0, None)[0]
+        assert len(seen.outcomes) == 8
         assert not any(outcome.differs or outcome.alone for outcome in seen.outcomes.values())
-        assert seen.losses == run_ranks(train_verifying, 3, parallel, 0, 15, 0, None)[0].losses
+        assert seen.losses == run_ranks(train_verifying, 3, parallel, 0, 8, 0, None)[0].losses
 
 
 def test_a_rank_whose_gradients_no_other_shards_is_named_too() -> None:
@@ -41,7 +41,13 @@ def test_a_rank_whose_gradients_no_other_shards_is_named_too() -> None:
     assert {step: outcome.odd for step, outcome in seen[0].outcomes.items()} == {1: (), 4: (), 8: (2,), 9: (2,)}
 
 
-@pytest.mark.parametrize("unit", [ParallelConfig(tp=2), ParallelConfig(cp=2)], ids=["arithmetic", "rows"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        pytest.param(ParallelConfig(tp=2), id="arithmetic", marks=pytest.mark.long),
+        pytest.param(ParallelConfig(cp=2), id="rows"),
+    ],
+)
 def test_of_two_units_it_is_told_that_they_differ_and_not_which_is_wrong(unit: ParallelConfig) -> None:
     """Units of two ranks that share a block's arithmetic, or their rows."""
     seen = run_ranks(train_verifying, 4, unit, 4, 8, 3, Order(ACTIVATIONS), 5)
@@ -53,9 +59,10 @@ PIPELINES = {
     "2 stages": ParallelConfig(pp=2),
     "interleaved": ParallelConfig(pp=2, schedule=PipelineSchedule.interleaved, reshard_after_forward=False),
 }
+EACH_PIPELINE = [pytest.param("2 stages", marks=pytest.mark.long), "interleaved"]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", EACH_PIPELINE)
 @pytest.mark.parametrize(("what", "pipeline_rank"), [(ACTIVATIONS, 0), (IN_GRADIENTS, 1)])
 def test_of_a_pipeline_the_stage_s_rank_that_computes_wrong_is_named(name: str, what: str, pipeline_rank: int) -> None:
     """Three units of two ranks. What is wrong in a stage is wrong in those behind it, too."""
@@ -69,7 +76,7 @@ def test_of_a_pipeline_the_stage_s_rank_that_computes_wrong_is_named(name: str, 
     assert [each.flipped > 0 for each in seen] == [rank == victim for rank in range(6)]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", EACH_PIPELINE)
 def test_in_pipelines_no_healthy_rank_is_named_and_nothing_that_is_learned_changes(name: str) -> None:
     """The micro-batch that is verified goes ahead of the step's own, whose gradients have nothing of it."""
     parallel = replace(PIPELINES[name], sync_every_micro_batch=name == "2 stages")

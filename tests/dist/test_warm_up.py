@@ -113,6 +113,7 @@ def test_nothing_is_left_of_it():
     assert run_ranks(warm_up_alone, 2, TRACED, PASS_SEQS, 16) == [(True, False)] * 2
 
 
+@pytest.mark.long
 def test_without_compiling_it_is_small_whatever_the_model():
     assert run_ranks(warm_up_alone, 2, ParallelConfig(), 10**9, 10**9) == [(True, False)] * 2
 

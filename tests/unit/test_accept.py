@@ -148,6 +148,7 @@ def test_what_a_machine_lacks_is_not_tested_and_says_so(checks: type) -> None:
     assert set(states(outcome.findings)) == {State.not_tested}
 
 
+@pytest.mark.long
 def test_a_part_whose_minutes_are_over_begins_nothing_more(checks: type) -> None:
     outcome = run(checks.of("time.sleep(600)"), checks.of("pass"), minutes=0.1)
     assert "accept.only=first runs it" in outcome.findings[0].reason
