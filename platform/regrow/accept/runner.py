@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from regrow.accept.claims import Check, Finding, Part, State, read_report
 from regrow.runtime.hardware.settings import apply_device_settings
+from regrow.runtime.interrupts import terminable
 
 FOLDER = "REGROW_ACCEPT_FOLDER"  # in the environment of all that a check starts
 PLATFORM = Path(__file__).parents[2]
@@ -94,7 +95,7 @@ def run_checks(
     """
     outcome = outcome or Outcome()
     left_s = dict.fromkeys(Part, minutes * 60)
-    with _interruptible():
+    with terminable():
         for check in checks:
             why_not = (skipped or {}).get(check.part) or machine.why_not(check)
             if not why_not and outcome.interrupted:
@@ -229,17 +230,3 @@ def _environment(folder: str, more: Mapping[str, str] | None, *, trains: bool) -
     if trains:
         apply_device_settings(found, in_place=True, compile_threads=os.cpu_count() or 1)
     return found
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is as good as Ctrl-C."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread, as in a test
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -4,7 +4,6 @@ The drill is not the job. It starts nodes, starts `python -m jobs.pretrain` on t
 could, and befalls processes from outside. What it did stands in drill.jsonl; the same command goes on where that ends.
 """
 
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from regrow.errors import ConfigError
 from regrow.forecast.settle import settled
 from regrow.progress import last_step
 from regrow.record.run_folder import run_folder
+from regrow.runtime.interrupts import terminable
 from regrow.runtime.run_folder import check_may_start
 from regrow.show.console import Console
 
@@ -47,8 +47,7 @@ def run_drill(config: DrillJobConfig) -> bool:
     check_memory(config, plan)
     record = Record(folder)
     keep_plan(folder, plan, seed)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started ends, too
-    with Console(sys.stderr) as console:
+    with terminable(), Console(sys.stderr) as console:  # what was started ends, too
         reference = reference_rows(config, console) if config.drill.reference else []
         with memory_of_its_own(None if apart else config.drill.memory_mb) as memory:
             if memory:

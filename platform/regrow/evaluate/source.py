@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from regrow.config.schema import DataConfig, Dtype
 from regrow.data.read.corpora import Corpora
@@ -15,6 +14,7 @@ from regrow.data.read.manifest import Manifest
 from regrow.errors import DataError, EvaluationError
 from regrow.evaluate.catalog import CONFIG, TOKENIZER_CONFIG
 from regrow.record.run_folder import CHECKPOINTS, checkpoints_of, read_record
+from regrow.runtime.interrupts import terminable
 from regrow.state.disk import catalog as tools
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import Index
@@ -57,7 +57,10 @@ class Source:
         if self.index is None:
             yield self.folder.local_path
             return
-        with _ended_in_order(), tempfile.TemporaryDirectory(prefix="regrow-evaluate-") as folder:
+        with (  # a copy of the weights must not be left behind
+            terminable(SystemExit, 128 + signal.SIGTERM),
+            tempfile.TemporaryDirectory(prefix="regrow-evaluate-") as folder,
+        ):
             export_run("hf", str(self.folder), self.index, folder, dtype=dtype or Dtype.float32, start=start)
             yield Path(folder)
 
@@ -123,17 +126,3 @@ def _check_exported(folder: Storage, names: set[str]) -> None:
             f"{folder} has no {TOKENIZER_CONFIG}, so its tokenizer is not known; copy tokenizer.json and "
             f"{TOKENIZER_CONFIG} of the model's tokenizer there"
         )
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """SIGTERM ends the process through its `finally` clauses: a copy of the weights must not be left behind."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
