@@ -27,8 +27,8 @@ class StopRequest:
 
 @contextlib.contextmanager
 def terminable(error: type[BaseException] = KeyboardInterrupt, *arguments: object) -> Iterator[None]:
-    """SIGTERM raises `error`, so that `finally` clauses end and clean up what was begun; the same signal to the process's
-    group does not cut them short. In another thread than the main one: nothing."""
+    """SIGTERM raises `error`, so that `finally` clauses end and clean up what was begun; the same signal, sent to the
+    process's group too, does not cut them short. In another thread than the main one: nothing."""
     request = StopRequest()
 
     def leave(signum: int, frame: FrameType | None) -> None:
