@@ -1,5 +1,6 @@
 """The coordinator on the class itself, its keepers in this process: calls in and out, a storage that goes away."""
 
+import errno
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayTaskError
 
 from regrow.config.check import check
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
@@ -39,7 +42,7 @@ from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.record.work import RATIOS
 from regrow.runtime import actor as module
 from regrow.runtime import driver, fleet, interrupts, log_writer, publisher, shell
-from regrow.runtime.actor import Coordinator
+from regrow.runtime.actor import Coordinator, start_coordinator
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
 from regrow.runtime.job import Job
@@ -52,7 +55,7 @@ from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.held import Held
 from regrow.state.memory.slots import Committed
-from regrow.storage import LocalStorage, Storage
+from regrow.storage import LocalStorage, Storage, StorageUnreachable
 from support.actors import Handle
 from support.spans import content_of
 
@@ -209,6 +212,39 @@ def test_every_write_of_an_older_generation_is_refused(coordinator: Coordinator,
     assert committed_steps(Storage.at(tmp_path) / "checkpoints") == []
     coordinator.commit(new, "step-00000001", b"{}")
     assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [1]
+
+
+@pytest.mark.parametrize(
+    ("met", "said"),
+    [
+        (OSError(errno.EACCES, "Permission denied", "/runs/x/.lock"), "cannot be used: .* denied: '/runs/x/.lock'$"),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot be used: .* No space left on device$"),
+        (Superseded("run folder x is written by another job now"), "^run folder x is written by another job now$"),
+        (StorageUnreachable("s3://b/x: still failing after 120 s"), "^s3://b/x: still failing after 120 s$"),
+        (KeyError("a bug"), None),
+    ],
+)
+def test_what_keeps_a_coordinator_from_its_run_folder_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: Exception, said: str | None
+) -> None:
+    """The error is made as Ray makes that of an actor whose __init__ raises."""
+
+    def get(*_: Any, **__: Any) -> None:
+        try:
+            raise met
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            raised = RayTaskError("__init__", text, error, proctitle="ray::Coordinator", ip="127.0.0.1")
+        raise ray.exceptions.ActorDiedError(raised)
+
+    actor = SimpleNamespace(ready=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(module.ray, "remote", lambda **_: lambda cls: SimpleNamespace(remote=lambda *_, **__: actor))
+    monkeypatch.setattr(module.ray, "get", get)
+    node = SimpleNamespace(get_node_id=lambda: "0" * 56)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: node)
+    with pytest.raises(RegrowError if said else ray.exceptions.ActorDiedError, match=said) as caught:
+        start_coordinator(Storage.at(tmp_path), "run")
+    assert said is None or "\n" not in str(caught.value)
 
 
 def test_a_run_has_one_writer_and_its_generations_go_on_counting(

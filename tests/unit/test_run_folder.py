@@ -155,6 +155,15 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_its_setting(
         check_may_start(config(tmp_path / place))
 
 
+def test_a_run_of_another_user_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_run(config(tmp_path), manifest_sha256="aa")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path / "mine")  # root may do all
+    with pytest.raises(StorageError, match=rf"^run folder {tmp_path}/mine may not be written to by this user; "):
+        check_may_start(config(tmp_path))
+
+
 def test_the_folder_of_runs_is_made_and_nothing_in_it(tmp_path: Path) -> None:
     check_may_start(config(tmp_path / "new" / "runs"))
     assert list((tmp_path / "new" / "runs").iterdir()) == []

@@ -6,6 +6,7 @@ later changes nothing. It has the run folder's newest claim, so that a run has o
 folder's, so that a second job is refused at once.
 """
 
+import builtins
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from regrow.control.past import Past, group_of
 from regrow.control.states import GivenUp, RowAnswer, Settling
 from regrow.control.values import NOTHING, Peer, SnapshotAck
 from regrow.control.verification import Outcome
-from regrow.errors import ResumeError, first_line
+from regrow.errors import RegrowError, ResumeError, first_line
 from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
 from regrow.record.log import newest_row, next_generation, positive, read_events
@@ -338,7 +339,7 @@ _offers: type[CoordinatorCalls] = Coordinator  # mypy holds it to that
 def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
     """Start the actor on this node and wait until it holds the run's lock and has found the keepers that are up.
 
-    Raises ResumeError if another process keeps it.
+    Raises ResumeError if another process keeps it, and another RegrowError where storage does not let the run go on.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -363,9 +364,24 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
     except ray.exceptions.ActorDiedError as error:
         if "ResumeError" in str(error):
             raise ResumeError(in_use) from error
+        if said := _mistake(error, folder):
+            raise RegrowError(said) from error
         raise
     ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
     return actor
+
+
+def _mistake(error: ray.exceptions.ActorDiedError, folder: Storage) -> str:
+    """What ended an actor's start that a user can mend, a line; empty for anything else.
+
+    Of the exception, Ray hands on the traceback's text alone.
+    """
+    kind, _, words = str(error).strip().splitlines()[-1].partition(": ")
+    if kind.startswith("regrow."):
+        return words
+    found = getattr(builtins, kind, None)
+    is_of_system = isinstance(found, type) and issubclass(found, OSError)
+    return f"run folder {folder} cannot be used: {words}" if is_of_system else ""
 
 
 def _look_for_nodes(shell: Shell) -> None:

@@ -4,6 +4,7 @@ A run whose weights were imported has a record before its first attempt. Its `ma
 holds what the weights alone tell: the first attempt has to agree with it, and completes it.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from regrow.record.run_folder import (
     write_record,
 )
 from regrow.state.disk.catalog import committed_steps
-from regrow.storage import Storage, make_folder
+from regrow.storage import Storage, StorageError, make_folder
 
 LEFT_OUT = {"optim.moments": str(Dtype.float32)}  # of a run's identity where it is so, but not of an import's
 
@@ -45,10 +46,15 @@ def check_may_start(config: PretrainConfig) -> None:
     """Refuse, before anything slow happens, to touch an existing run that this config cannot continue.
 
     Raises ResumeError, showing the difference where settings that the weights depend on changed, and StorageError as
-    `make_storage`.
+    `make_storage`, of the run's own folder too.
     """
     make_storage(config)
     folder = run_folder(config)
+    if folder.is_local and folder.local_path.is_dir() and not os.access(folder.local_path, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"run folder {folder} may not be written to by this user; start the run as the user that it belongs to, or "
+            "choose another run.name"
+        )
     record = read_record(folder)
     if record is None:
         return
