@@ -6,8 +6,10 @@ After a change that is meant: GOLDEN=write .venv/bin/python -m pytest tests/unit
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
@@ -23,6 +25,7 @@ from jsonschema import Draft202012Validator
 
 from regrow.config.schema import Network, PretrainConfig, SubmitJobConfig
 from regrow.config.store import pretrain_config, to_dataclass, to_dict
+from regrow.drill.processes import wait_until_gone
 from regrow.errors import ConfigError
 from regrow.forecast.memory import plan_snapshot_memory
 from regrow.forecast.settle import settled
@@ -372,6 +375,30 @@ def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None
         Network.efa: {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5Gi"},
         Network.infiniband: {"rdma/hca_shared_devices_a": "1"},
     }
+
+
+def test_an_autoscaler_that_ends_is_started_again_and_ends_with_its_pod(tmp_path: Path) -> None:
+    """The real shell line behind KubeRay's command of the container, with a stand-in that fails twice and then stays."""
+    (line,) = rendered(["+cluster=h100x64"])[1][-1]["spec"]["rayClusterSpec"]["autoscalerOptions"]["args"]
+    assert "$(" not in line  # which Kubernetes would expand
+    for name, body in {
+        "ray": "echo $$ $@ >> starts; [ $(wc -l < starts) -gt 2 ] || exit 1; touch stays; exec sleep 600",
+        "sleep": f"[ $1 = 5 ] || exec {shutil.which('sleep')} $1",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env["KUBERAY_GEN_AUTOSCALER_START_CMD"] = "ray kuberay-autoscaler --cluster-name c1 --cluster-namespace pretrain"
+    with subprocess.Popen(["/bin/bash", "-c", "--", line], cwd=tmp_path, env=env, stdout=subprocess.PIPE) as process:
+        while not (tmp_path / "stays").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    starts = [each.split(maxsplit=1) for each in (tmp_path / "starts").read_text().splitlines()]
+    assert [words for _, words in starts] == [env["KUBERAY_GEN_AUTOSCALER_START_CMD"].removeprefix("ray ")] * 3
+    assert said.decode().splitlines() == ["the autoscaler has ended (1) and is started again"] * 2
+    assert wait_until_gone([int(starts[-1][0])], 60.0) == []
 
 
 @pytest.mark.parametrize("network", [Network.efa, Network.infiniband])

@@ -30,6 +30,12 @@ GROUP = "workers"
 # ends of the submitter's pod, by evictions and broken connections, after which KubeRay deletes the cluster that trains
 SUBMITTER_RETRIES = 1000
 IDLE_FACTOR = 1.5  # over the longest restart
+# Ray's autoscaler ends where the API server refuses its first connection, or for lack of memory, and KubeRay forbids
+# Kubernetes to start a container of its pod again. The trap: a container's first process ignores SIGTERM without one
+AUTOSCALER = (
+    "trap 'kill $!; exit' TERM; while :; do $KUBERAY_GEN_AUTOSCALER_START_CMD & wait $!; "
+    'echo "the autoscaler has ended ($?) and is started again"; sleep 5 & wait $!; done'
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], name: st
     idle_s = submit.idle_timeout_s or ceil(longest_restart_s(config) * IDLE_FACTOR)
     autoscaler = {
         "version": "v2",
+        "args": [AUTOSCALER],
         "upscalingMode": "Default",
         "idleTimeoutSeconds": idle_s,
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"cpu": "1", "memory": "2Gi"}},
