@@ -378,7 +378,7 @@ def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None
 
 
 def test_an_autoscaler_that_ends_is_started_again_and_ends_with_its_pod(tmp_path: Path) -> None:
-    """The real shell line behind KubeRay's command of the container, with a stand-in that fails twice and then stays."""
+    """The real shell line behind KubeRay's command of the container, and a stand-in that fails twice and then stays."""
     (line,) = rendered(["+cluster=h100x64"])[1][-1]["spec"]["rayClusterSpec"]["autoscalerOptions"]["args"]
     assert "$(" not in line  # which Kubernetes would expand
     for name, body in {
