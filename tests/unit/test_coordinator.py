@@ -34,10 +34,11 @@ from regrow.control.slow import Spent
 from regrow.control.states import Answer, RowAnswer, Settling
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
-from regrow.errors import RegrowError, ResumeError
+from regrow.errors import ClusterError, RegrowError, ResumeError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.claim import Superseded
 from regrow.record.events import Forming
+from regrow.record.lock import lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.record.work import RATIOS
 from regrow.runtime import actor as module
@@ -214,20 +215,8 @@ def test_every_write_of_an_older_generation_is_refused(coordinator: Coordinator,
     assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [1]
 
 
-@pytest.mark.parametrize(
-    ("met", "said"),
-    [
-        (OSError(errno.EACCES, "Permission denied", "/runs/x/.lock"), "cannot be used: .* denied: '/runs/x/.lock'$"),
-        (OSError(errno.ENOSPC, "No space left on device"), "cannot be used: .* No space left on device$"),
-        (Superseded("run folder x is written by another job now"), "^run folder x is written by another job now$"),
-        (StorageUnreachable("s3://b/x: still failing after 120 s"), "^s3://b/x: still failing after 120 s$"),
-        (KeyError("a bug"), None),
-    ],
-)
-def test_what_keeps_a_coordinator_from_its_run_folder_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: Exception, said: str | None
-) -> None:
-    """The error is made as Ray makes that of an actor whose __init__ raises."""
+def does_not_start(monkeypatch: pytest.MonkeyPatch, met: Exception) -> None:
+    """No cluster: the error is made as Ray makes that of an actor whose __init__ raises."""
 
     def get(*_: Any, **__: Any) -> None:
         try:
@@ -242,9 +231,44 @@ def test_what_keeps_a_coordinator_from_its_run_folder_is_one_line(
     monkeypatch.setattr(module.ray, "get", get)
     node = SimpleNamespace(get_node_id=lambda: "0" * 56)
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: node)
-    with pytest.raises(RegrowError if said else ray.exceptions.ActorDiedError, match=said) as caught:
+
+
+@pytest.mark.parametrize(
+    ("met", "said"),
+    [
+        (OSError(errno.EACCES, "Permission denied", "/runs/x/.lock"), "cannot be used: .* denied: '/runs/x/.lock'$"),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot be used: .* No space left on device$"),
+        (ResumeError("run folder x is in use (process 7 on h)"), r"^run folder x is in use \(process 7 on h\)$"),
+        (Superseded("run folder x is written by another job now"), "^run folder x is written by another job now$"),
+        (StorageUnreachable("s3://b/x: still failing after 120 s"), "^s3://b/x: still failing after 120 s$"),
+        (KeyError("a bug"), None),
+    ],
+)
+def test_what_keeps_a_coordinator_from_its_run_folder_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: Exception, said: str | None
+) -> None:
+    does_not_start(monkeypatch, met)
+    error = (
+        ray.exceptions.ActorDiedError if said is None else type(met) if isinstance(met, ResumeError) else RegrowError
+    )
+    with pytest.raises(error, match=said) as caught:
         start_coordinator(Storage.at(tmp_path), "run")
     assert said is None or "\n" not in str(caught.value)
+
+
+def test_a_job_that_waits_for_the_lock_of_another_host_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its coordinator prints, nobody sees."""
+    Storage.at(tmp_path).write_bytes("writers/000001.json", json.dumps({"host": "elsewhere", "pid": 7}).encode())
+    does_not_start(monkeypatch, ResumeError("in use"))
+    said = list[str]()
+    held = lock_run(Storage.at(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ResumeError):
+            start_coordinator(Storage.at(tmp_path), "run", tell=said.append)
+        if held is not None:
+            held.close()
+    (line,) = said
+    assert line.startswith(f"run folder {tmp_path} is locked (process 7 on elsewhere): waiting up to 120 s")
 
 
 def test_a_run_has_one_writer_and_its_generations_go_on_counting(
@@ -934,6 +958,43 @@ def test_what_storage_does_not_take_stays_with_its_keepers_and_one_line_says_so(
     assert session.ended == []  # type: ignore[attr-defined]
     failed = events_of(session.made, "checkpoint_failed")  # type: ignore[attr-defined]
     assert len(failed) > 1, "it was tried again"
+
+
+@pytest.mark.parametrize("error", [ClusterError("no room"), OSError(errno.ENOSPC, "No space left on device", "/runs")])
+def test_a_job_that_fails_before_it_has_workers_says_in_the_log_that_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Before, status found no word of its end, and the next job counted a driver that had died."""
+
+    def fail(self: Session) -> None:
+        raise error
+
+    config = PretrainConfig(observe=ObserveConfig(tensorboard=False, metrics=False))
+    monkeypatch.setattr(
+        driver,
+        "start_coordinator",
+        lambda folder, *arguments, **more: Handle(Coordinator(str(folder), *arguments, **more)),
+    )
+    monkeypatch.setattr(driver, "start_stream", lambda *_, **__: None)
+    monkeypatch.setattr(Session, "_trainer", fail)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference.outcome.result(timeout))
+    monkeypatch.setattr(fleet, "running_keepers", lambda run_id: {})
+    run, terminal = Run(Storage.at(tmp_path), "run", None), Terminal()
+    with pytest.raises(type(error)) as caught:
+        Session(
+            config,
+            run,
+            Corpora.at(tmp_path),
+            terminal,
+            driver.Startup(),
+            Connection("", ""),
+            [],
+            check(config),  # type: ignore[arg-type]
+        )
+    assert caught.value is error
+    last = read_events(run.folder)[-1]
+    assert (last["event"], last["reason"], last["detail"]) == ("stopped", "failed", str(error))
 
 
 def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: Session, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A Ray that does not start is one clear line, whatever Ray raises."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -47,6 +48,21 @@ def test_a_node_that_is_slow_to_come_up_is_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster, "START_S", 0.0)
     with patient_start(), pytest.raises(RuntimeError, match="not registered"):
         services.get_node("address", "node")
+
+
+def test_ranks_that_are_to_be_on_one_node_are_refused_where_none_has_room_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is prepared for them."""
+    nodes = [{"Alive": True, "NodeID": name, "Resources": {"CPU": 1.0}} for name in "ab"]
+    joined = SimpleNamespace(dashboard_url=None, address_info={"session_dir": ""})
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster, "_join", lambda config: joined)
+    config = ClusterConfig(address="head:6379", min_workers=2, max_workers=2)
+    with cluster_for(config):
+        pass
+    with pytest.raises(ClusterError, match=r"with room for 0 workers, parallel.tp=2 of them on a node"):
+        cluster_for(config, 2).__enter__()
 
 
 @pytest.mark.parametrize(("cpus", "each", "room"), [(4, 0.8, 5), (1, 0.1, 10), (4, 0.9, 4), (4, 1.0, 4)])

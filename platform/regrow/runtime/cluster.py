@@ -33,10 +33,11 @@ class Connection:
 
 
 @contextmanager
-def cluster_for(config: ClusterConfig) -> Iterator[Connection]:
+def cluster_for(config: ClusterConfig, unit: int = 1) -> Iterator[Connection]:
     """Connect to the cluster that the config names for as long as the context lasts.
 
-    What was started here is ended here. Raises ClusterError if it is not there or cannot hold `min_workers`.
+    What was started here is ended here. Raises ClusterError if it is not there or cannot hold `min_workers`, `unit` of
+    them together.
     """
     nodes = None
     if config.address is not None:
@@ -46,7 +47,7 @@ def cluster_for(config: ClusterConfig) -> Iterator[Connection]:
     else:
         context, nodes = _start_several(config)
     try:
-        check_room(config)
+        check_room(config, unit)
         yield Connection(_dashboard(context.dashboard_url), context.address_info["session_dir"])
     finally:
         ray.shutdown()

@@ -1,5 +1,6 @@
 """What `jobs.pretrain` does: check, start the cluster, prepare data, open the run, train, and show it all the while."""
 
+import contextlib
 import importlib
 import os
 import shlex
@@ -9,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 from types import FrameType
@@ -93,7 +93,7 @@ def pretrain(config: PretrainConfig) -> None:
             # Ray Train takes seconds to import and Ray's own processes to start: both at once
             glue = "regrow.runtime.ray_train" if config.cluster.in_place else "regrow.runtime.trainer"
             threading.Thread(target=importlib.import_module, args=(glue,), name="imports").start()
-        with cluster_for(config.cluster) as connection:
+        with cluster_for(config.cluster, config.parallel.tp) as connection:
             lines = geometry(config, topologies)
             if config.parallel.float8 is not Float8.none:
                 lines.append(float8_line(config.model, config.parallel.float8.value, config.parallel.tp))
@@ -140,20 +140,19 @@ class Session:
             run.run_id,
             checkpoints=CHECKPOINTS,
             config=config,
-            submitted={
-                "time": STARTED_AT,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "ray": ray.get_runtime_context().gcs_address,
-                "min_workers": config.cluster.min_workers,
-                "max_workers": config.cluster.max_workers,
-                "git": git_sha(),
-                "versions": versions(),
-                "command": shlex.join(sys.argv),
-                "geometry": geometry,
-            },
+            submitted=_submitted(config, geometry),
         )
-        write_config(run, config)  # the run is ours: a job that is refused has ended above
+        try:
+            self._prepare(corpora, startup, topologies)
+        except (RegrowError, OSError) as error:  # else the log ends with `submitted`, and the next job counts a death
+            with contextlib.suppress(ray.exceptions.RayError):
+                self.close(run.resumed_step or 0, "failed", str(error))
+            raise
+
+    def _prepare(self, corpora: Corpora, startup: Startup, topologies: Table) -> None:
+        """All that `train` needs. Raises ClusterError as `_trainer`, and OSError where storage fails."""
+        config, run = self.config, self.run
+        write_config(run, config)  # the run is ours: a job that is refused has ended before
         self.stream = start_stream(config, corpora, start_step=run.resumed_step or 0, stop_step=_last_step(config))
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
@@ -171,7 +170,7 @@ class Session:
             fit_at=0.0,
             driver_s=startup.seconds,
         )
-        self.interrupts, self.is_over = Interrupts(console), False
+        self.interrupts, self.is_over = Interrupts(self.console), False
         self.shown = 0  # the newest update
         self.messages: SimpleQueue[str] = SimpleQueue()  # from other threads
         self.trainer = self._trainer()
@@ -376,7 +375,7 @@ class Interrupts(StopRequest):
         super().__init__()
         self._console = console
 
-    @contextmanager
+    @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -433,6 +432,22 @@ def _farewell(config: PretrainConfig, run: Run, step: int | None, reason: str, l
         else f"stopped before any of {config.train.steps} steps was committed"
     )
     return f"{stands}. Resume with the same run.name={config.run.name}: {_resume_command()}"
+
+
+def _submitted(config: PretrainConfig, geometry: list[str]) -> dict[str, Any]:
+    """What the log says of this job."""
+    return {
+        "time": STARTED_AT,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "ray": ray.get_runtime_context().gcs_address,
+        "min_workers": config.cluster.min_workers,
+        "max_workers": config.cluster.max_workers,
+        "git": git_sha(),
+        "versions": versions(),
+        "command": shlex.join(sys.argv),
+        "geometry": geometry,
+    }
 
 
 def _last_step(config: PretrainConfig) -> int:
