@@ -7,6 +7,7 @@ value each. Mappings and lists are for `jobs.pretrain`, or a file below conf/.
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,9 @@ from regrow.errors import ConfigError
 CONF_DIR = Path(__file__).parents[3] / "conf"
 GROUPS = {"model": "debug", "data": "python_docs"}  # and what is chosen where nothing is said
 GLOBAL = "# @package _global_"
+WORD = r"[A-Za-z_][A-Za-z0-9_./-]*"  # a key that YAML takes for one, but for these
+NO_WORDS = ("y", "yes", "n", "no", "true", "false", "on", "off", "null")
+UNPRINTABLE = r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"  # what YAML refuses or takes for a line's end
 
 Tree = dict[str, Any]
 
@@ -192,14 +196,45 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def to_yaml(config: PretrainConfig) -> str:
-    """The resolved configuration as YAML, keys in the schema's order, enumerations by their names."""
+    """The resolved configuration as YAML, keys in the schema's order, enumerations by their names.
+
+    Readers of YAML 1.1 and of 1.2 read the same in it.
+    """
     return "".join(_lines(dataclasses.asdict(config), ""))
 
 
 def _lines(tree: Tree, indent: str) -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield f"{indent}{key}:\n"
+            yield f"{indent}{_key(key)}:\n"
             yield from _lines(value, indent + "  ")
-        else:  # JSON is YAML
-            yield f"{indent}{key}: {json.dumps(value, default=lambda other: other.name, ensure_ascii=False)}\n"
+        else:
+            yield f"{indent}{_key(key)}: {_flow(value)}\n"
+
+
+def _key(key: str) -> str:
+    """A key as YAML 1.1 reads it back: quoted where it would take it for something else than a word.
+
+    >>> [_key(key) for key in ("lr", "no", "2024", "a: b")]
+    ['lr', '"no"', '"2024"', '"a: b"']
+    """
+    return key if re.fullmatch(WORD, key) and key.lower() not in NO_WORDS else _flow(key)
+
+
+def _flow(value: Any) -> str:
+    """A value on one line: JSON, but where YAML 1.1 would read that as something else.
+
+    >>> _flow([5e-05, 1e16, float("inf"), {"no": None}])
+    '[5.0e-05, 1.0e+16, .inf, {"no": null}]'
+    """
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_flow(key)}: {_flow(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, Enum):
+        return json.dumps(value.name)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return re.sub("(inf|nan)", r".\1", repr(value))
+        return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value))
+    return re.sub(UNPRINTABLE, lambda each: f"\\u{ord(each[0]):04x}", json.dumps(value, ensure_ascii=False))

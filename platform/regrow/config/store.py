@@ -5,7 +5,6 @@ The only module of `regrow` that imports hydra or omegaconf.
 
 import difflib
 import errno
-import io
 import os
 import re
 import sys
@@ -24,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from regrow.config.run_yaml import read_yaml
 from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SimulateJobConfig, SubmitJobConfig
 from regrow.deadline import leaving
 from regrow.errors import ConfigError, RegrowError, first_line
@@ -185,8 +185,7 @@ def load_run_config(folder: Path | str) -> PretrainConfig:
     Raises ConfigError where it holds no run's.
     """
     try:
-        text = Storage.at(folder).read_bytes("config.yaml").decode()
-        return to_dataclass(cast(DictConfig, OmegaConf.load(io.StringIO(text))))
+        return to_dataclass(OmegaConf.create(read_yaml(Storage.at(folder).read_bytes("config.yaml")) or {}))
     except (OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"{folder} holds no config.yaml of a run ({_one_line(error)})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

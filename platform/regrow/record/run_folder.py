@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from regrow.config.run_yaml import read_yaml
 from regrow.config.schema import Dtype, ModelConfig, PretrainConfig, RopeScaling
 from regrow.errors import RegrowError, ResumeError, first_line
 from regrow.record.events import Submitted
@@ -137,7 +138,7 @@ def run_config(storage: Storage) -> dict[str, Any]:
 def read_config(storage: Storage) -> dict[str, Any]:
     """The same, whether the run has begun or not."""
     try:
-        content = yaml.safe_load(storage.read_bytes(CONFIG_FILE))
+        content = read_yaml(storage.read_bytes(CONFIG_FILE))
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
