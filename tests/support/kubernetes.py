@@ -85,6 +85,11 @@ class Cluster:
         labels = {"ray.io/cluster": CLUSTER, "ray.io/node-type": "head"}
         self.has("pods", f"{CLUSTER}-head", metadata={"labels": labels}, status={"phase": "Running"})
 
+    def has_pod(self, name: str, role: str, *, node: str = "", phase: str = "Running", **metadata: Any) -> None:
+        """Of the run."""
+        labels = {"regrow/run": NAME, "regrow/role": role, "ray.io/cluster": CLUSTER}
+        self.has("pods", name, metadata={"labels": labels} | metadata, spec={"nodeName": node}, status={"phase": phase})
+
     def has_submitter(self, name: str, created: str) -> None:
         """A Kubernetes Job that follows the Ray job, with its pod."""
         labels = {"ray.io/originated-from-cr-name": NAME}

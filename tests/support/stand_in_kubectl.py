@@ -179,9 +179,8 @@ def get(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
         return 0
     if len(words) == 1:
         wanted = next((each.partition("=")[2] for each in arguments if each.startswith("--selector=")), "")
-        labels = dict(pair.split("=") for pair in wanted.split(",") if pair)
         found = [json.loads(path.read_text()) for path in sorted((folder / "objects").glob(f"{kind}.*.json"))]
-        items = [each for each in found if labels.items() <= (each["metadata"].get("labels") or {}).items()]
+        items = [each for each in found if _has(each["metadata"].get("labels") or {}, wanted)]
         print(json.dumps({"items": items}))
         return 0
     name = words[1]
@@ -194,6 +193,15 @@ def get(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
     if found_one is not None:
         print(json.dumps(found_one))
     return 0
+
+
+def _has(labels: dict[str, str], selector: str) -> bool:
+    """Whether labels fit a selector of `key=value` and `key!=value`."""
+    for each in filter(None, selector.split(",")):
+        key, sign, value = each.partition("!=") if "!=" in each else each.partition("=")
+        if (labels.get(key) == value) is not (sign == "="):
+            return False
+    return True
 
 
 def _act(folder: Path, name: str) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -384,6 +385,63 @@ def test_a_job_that_no_operator_looks_at_says_so_after_a_minute(
         cluster.has_job(creationTimestamp=created)
         assert act("status") == 0
         assert capfd.readouterr().out.count("! no operator has looked at this job: is KubeRay there") == expected
+
+
+def test_a_pod_that_a_dead_host_keeps_is_told_of_with_the_way_to_let_it_go(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """KubeRay counts it among the workers, or waits for its end, and makes none in its place."""
+
+    def ago(seconds: float) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
+
+    def status(ready: int) -> list[str]:
+        cluster.has_job(RUNNING | {"rayClusterStatus": {"readyWorkerReplicas": ready, "desiredWorkerReplicas": 8}})
+        assert act("status") == 0
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("!")]
+
+    cluster.has_pod("w0", "worker", node="n0")
+    cluster.has_pod("w1", "worker", node="n1", deletionTimestamp=ago(-60))  # its grace period is not over
+    cluster.has_pod("w2", "worker", node="n2", deletionTimestamp=ago(10))
+    assert status(7) == []
+    cluster.has_pod("w3", "worker", node="n3", deletionTimestamp=ago(720))
+    (line,) = status(7)
+    taint = "or taint it node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    assert re.fullmatch(
+        "! worker pod w3 on node n3: Terminating past the grace period, and KubeRay neither replaces nor adds workers "
+        f"meanwhile; if that host is dead: kubectl delete node n3, {taint} \\(for 12 min[^)]*\\)",
+        line,
+    )
+    for number in range(4, 9):
+        cluster.has_pod(f"w{number}", "worker", node=f"n{number // 2}", deletionTimestamp=ago(1000 - number))
+    (line,) = status(2)
+    assert "worker pod w4 on node n2, w5 on node n2, w6 on node n3 and 3 more: Terminating" in line
+    assert "kubectl delete node n2 n3, or" in line
+    assert status(8) == []  # nobody waits for another
+    cluster.has_pod("head", "head", node="n9", deletionTimestamp=ago(720))
+    (line,) = status(8)
+    assert "! head pod head on node n9: Terminating past the grace period, and KubeRay makes no other head" in line
+
+
+def test_a_cluster_that_is_whole_is_not_asked_for_its_workers(cluster: Cluster) -> None:
+    """There are thousands, of some 15 kB each."""
+    for ready in (7, 8):
+        cluster.has_job(RUNNING | {"rayClusterStatus": {"readyWorkerReplicas": ready, "desiredWorkerReplicas": 8}})
+        assert act("status") == 0
+    asked = [each for call in cluster.calls for each in call["arguments"] if each.startswith("--selector=regrow")]
+    assert asked == [f"--selector=regrow/run={NAME}", f"--selector=regrow/run={NAME},regrow/role!=worker"]
+
+
+def test_a_submission_that_fails_again_and_again_says_where_the_reason_is(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number, phase in enumerate(("Failed", "Failed", "Running")):
+        cluster.has_pod(f"s{number}", "submitter", phase=phase, creationTimestamp=f"2026-01-01T00:0{number}:00Z")
+    line = "! the job is not submitted to Ray: kubectl logs s1 says why (2 times)"
+    for job, expected in (("", True), ("RUNNING", False)):  # a connection of the log broke
+        cluster.has_job(RUNNING | {"jobStatus": job})
+        assert act("status") == 0
+        assert (line in capfd.readouterr().out.splitlines()) is expected
 
 
 def test_a_suspended_job_names_its_queue_and_what_the_queue_says(

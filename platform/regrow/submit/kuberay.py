@@ -7,6 +7,7 @@ ended: to go on with a run, its RayJob is deleted first. The run itself lies in 
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from regrow.errors import ClusterError
@@ -294,11 +295,14 @@ def why_idle(kubectl: Kubectl, job: Object) -> list[Reason]:
     status = job.get("status") or {}
     if status.get("jobDeploymentStatus") in ENDED and not job["metadata"].get("deletionTimestamp"):
         return []
-    around = Around(events=_as_far_as_allowed(kubectl.warnings))
+    counts = status.get("rayClusterStatus") or {}
+    whole = counts.get("readyWorkerReplicas", 0) >= counts.get("desiredWorkerReplicas", 0)
+    pods = f"regrow/run={job['metadata']['name']}" + (",regrow/role!=worker" if whole else "")  # there are thousands
+    around = Around(_as_far_as_allowed(kubectl.warnings), pods=_as_far_as_allowed(lambda: kubectl.select("pods", pods)))
     if job["spec"].get("suspend") and "kueue.x-k8s.io/queue-name" in (job["metadata"].get("labels") or {}):
         selector = f"kueue.x-k8s.io/job-uid={job['metadata'].get('uid')}"
         found = _as_far_as_allowed(lambda: kubectl.select("workloads.kueue.x-k8s.io", selector))
-        around = Around(around.events, found)
+        around = replace(around, workloads=found)
     return reasons(job, around, now=time.time())
 
 

@@ -1,4 +1,4 @@
-"""Why a RayJob does not train: from its conditions, its queue, its finalizers and the events around it. Pure."""
+"""Why a RayJob does not train or grow: from its conditions, queue, finalizers, pods and the events around it. Pure."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ from regrow.show.units import duration
 Object = dict[str, Any]
 
 NOT_SEEN_S = 60.0  # after which a job that no operator has touched is told of
+LATE_S = 60.0  # after a pod's grace period, for the kubelet to end it, and between two clocks
 EVENTS = 3  # the newest that are shown
 TEXT = 300  # characters of a message
 POD_PREFIX = 50  # characters of a cluster's name that KubeRay gives its pods
@@ -34,6 +35,7 @@ class Around:
 
     events: Sequence[Object] = ()  # of type Warning, of the whole namespace
     workloads: Sequence[Object] = field(default=())  # of Kueue, for this job
+    pods: Sequence[Object] = ()  # of the run
 
 
 def reasons(job: Object, around: Around, *, now: float) -> list[Reason]:
@@ -44,6 +46,8 @@ def reasons(job: Object, around: Around, *, now: float) -> list[Reason]:
         *_unseen(metadata, status, now),
         *_suspension(job, status, around.workloads),
         *_conditions(status),
+        *_late(around.pods, now),
+        *_submission(status, around.pods),
         *_warnings(job, status, around.events, now),
     ]
 
@@ -111,6 +115,42 @@ def _conditions(status: Object) -> list[Reason]:
         if kind == "HeadPodReady" and condition.get("status") == "False" and waiting and message:
             lines.append(Reason(f"the head is not ready: {condition.get('reason', '?')}: {message}"))
     return lines
+
+
+def _late(pods: Sequence[Object], now: float) -> list[Reason]:
+    """Pods that should have ended: for KubeRay they are there, and it replaces none (ray-project/kuberay#4078)."""
+    lines = []
+    for role, meanwhile in (("head", "makes no other head"), ("worker", "neither replaces nor adds workers")):
+        late = []
+        for pod in pods:
+            due = unix(pod["metadata"].get("deletionTimestamp"), now)  # when its grace period is over
+            if _role(pod) == role and now - due > LATE_S:
+                late.append((due, pod["metadata"]["name"], (pod.get("spec") or {}).get("nodeName", "?")))
+        if late:
+            shown = sorted(late)[:EVENTS]
+            names = ", ".join(f"{name} on node {node}" for _, name, node in shown)
+            more = f" and {len(late) - EVENTS} more" if len(late) > EVENTS else ""
+            nodes = " ".join(dict.fromkeys(node for *_, node in shown))
+            text = (
+                f"{role} pod {names}{more}: Terminating past the grace period, and KubeRay {meanwhile} meanwhile; if "
+                f"that host is dead: kubectl delete node {nodes}, or taint it "
+                "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+            )
+            lines.append(Reason(text, f"for {duration(now - shown[0][0])}"))
+    return lines
+
+
+def _submission(status: Object, pods: Sequence[Object]) -> list[Reason]:
+    """Submitters that failed before Ray had a job: Kubernetes tries again, for days."""
+    failed = [pod for pod in pods if _role(pod) == "submitter" and (pod.get("status") or {}).get("phase") == "Failed"]
+    if status.get("jobDeploymentStatus") != "Running" or status.get("jobStatus") or not failed:
+        return []
+    newest = max(failed, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))["metadata"]["name"]
+    return [Reason(f"the job is not submitted to Ray: kubectl logs {newest} says why", f"{len(failed)} times")]
+
+
+def _role(pod: Object) -> str:
+    return str((pod["metadata"].get("labels") or {}).get("regrow/role"))
 
 
 def _warnings(job: Object, status: Object, events: Sequence[Object], now: float) -> list[Reason]:
