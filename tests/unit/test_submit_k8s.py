@@ -141,6 +141,17 @@ def test_the_readmes_operator_waits_for_another_head_and_has_memory_for_the_larg
     assert megabytes > sizes(config, config.submit).most_nodes
 
 
+def test_the_readmes_budget_is_for_the_head_alone() -> None:
+    (line,) = re.findall(r"`(kubectl create poddisruptionbudget [^`]*)`", README)
+    options = dict(word.removeprefix("--").split("=", 1) for word in shlex.split(line) if word.startswith("--"))
+    selected = dict(pair.split("=") for pair in options["selector"].split(","))
+    spec = rendered(["+cluster=h100x64", "run.name=llama8b"])[1][-1]["spec"]
+    groups = [spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]]
+    templates = [*(group["template"] for group in groups), spec["submitterPodTemplate"]]
+    assert [selected.items() <= pod["metadata"]["labels"].items() for pod in templates] == [True, False, False]
+    assert options["min-available"] == "1"
+
+
 def test_the_readme_says_what_was_run_against_what() -> None:
     assert "No job has run on Kubernetes yet." in README
     for what in ("API\nserver (1.36, kubectl 1.32", "1.20.2, etcd 3.4.23, kubectl 1.32.4", "No operator"):

@@ -409,7 +409,7 @@ class SubmitConfig:
     network_resource: str | None = None  # of the device plugin; null: vpc.amazonaws.com/efa, rdma/hca_shared_devices_a
     network_devices: int | None = None  # of them for a worker pod; null: 32 of EFA, 1 of InfiniBand
     socket_interfaces: str = "^docker,lo,veth"  # NCCL_SOCKET_IFNAME
-    redis_address: str | None = None  # keeps what the head knows beyond a restart of its pod; null: not kept
+    redis_address: str | None = None  # for the head's tables; saves a run nothing (k8s/README.md); null: none
     redis_secret: str | None = None  # its password, <secret>/<key>
     auth: bool = True  # Ray's token authentication; an open dashboard runs any caller's code
     auth_secret: str | None = None  # with the token under auth_token; null: KubeRay makes one
