@@ -466,7 +466,8 @@ def prepare_slowly(arguments: list[str]) -> list[str]:
 
 def refusal(arguments: list[str]) -> str:
     """What this rank is told of a run whose folder it does not get."""
-    lock.LOCK_WAIT_S = 0.0  # of this process: nothing is about to let go of it
+    set_timeout(datetime.timedelta(seconds=2.0), dist.group.WORLD)
+    lock.LOCK_WAIT_S = 4.0  # of this process
     config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
     with Console(sys.stderr) as console, pytest.raises(ResumeError) as refused:
         TorchrunRun(config, console)
@@ -474,7 +475,7 @@ def refusal(arguments: list[str]) -> str:
 
 
 def test_a_run_that_another_process_trains_is_refused_on_all_ranks(tmp_path: Path, corpus: Path) -> None:
-    """The rank that holds no lock hears of it, too, and does not wait for the first one."""
+    """The rank that holds no lock hears of it, too, though the first one waits for longer than a collective may."""
     held = lock.lock_run(Storage.at(tmp_path / "busy"))
     arguments = [f"run.storage_path={tmp_path}", "run.name=busy", f"data.corpora.rows={corpus}", *SMALL]
     told = run_ranks(refusal, 2, arguments)

@@ -2,15 +2,17 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import resource
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from regrow.errors import ResumeError
 from regrow.record import claim as module
 from regrow.record.claim import Claim, Superseded
 from regrow.record.events import Forming
-from regrow.record.lock import LOCK_FILE, is_held, lock_run
+from regrow.record.lock import LOCK_FILE, is_held, lock_run, take_lock
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime.publisher import Publisher
 from regrow.state.disk.catalog import committed_steps
@@ -232,20 +234,81 @@ def test_where_there_are_locks_the_second_job_is_refused_at_once(
     monkeypatch.setattr("regrow.record.lock.LOCK_WAIT_S", 0.1)
     said = list[str]()
     held = lock_run(Storage.at(tmp_path), said.append)
-    with pytest.raises(ResumeError, match="in use by another process"):
+    with pytest.raises(ResumeError, match="in use by another process; wait for it"):
+        lock_run(Storage.at(tmp_path), said.append)
+    Claim.take(Storage.at(tmp_path))
+    with pytest.raises(ResumeError, match=rf"by another process \(process {os.getpid()} on .*\); .* another run.name$"):
         lock_run(Storage.at(tmp_path), said.append)
     # the holder's, though the second job has asked since
-    assert (tmp_path / LOCK_FILE).read_text() == str(os.getpid())
+    assert (tmp_path / LOCK_FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert held is not None
     assert not said
     held.close()
+
+
+@pytest.fixture
+def left_by_another_host(tmp_path: Path) -> Iterator[IO[str]]:
+    """The lock of a run's folder as a file server keeps it of a host that is gone."""
+    Storage.at(tmp_path).write_bytes("writers/000001.json", json.dumps({"host": "elsewhere", "pid": 7}).encode())
+    with open(tmp_path / LOCK_FILE, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield held
+
+
+def test_a_lock_that_another_host_has_is_waited_for_longer_and_the_refusal_says_which_and_what_to_do(
+    left_by_another_host: IO[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a dead host's lock: before, a run was refused for its own predecessor, which was not named."""
+    monkeypatch.setattr("regrow.record.lock.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("regrow.record.lock.LEASE_WAIT_S", 0.5)
+    said = list[str]()
+    with pytest.raises(ResumeError) as refused:
+        lock_run(Storage.at(tmp_path), said.append)
+    assert "in use by another process (process 7 on elsewhere); wait for it" in str(refused.value)
+    assert str(refused.value).endswith(f"where elsewhere is gone for good, delete {tmp_path / LOCK_FILE}")
+    assert [text.split(", as ")[0] for text in said] == [
+        f"run folder {tmp_path} is locked (process 7 on elsewhere): waiting up to 0 s"
+    ]
+
+
+@pytest.mark.parametrize("how", ["the lease ends", "a person deletes the file"])
+def test_a_job_that_waits_for_a_host_that_is_gone_has_the_lock_once_it_can(
+    how: str, left_by_another_host: IO[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.record.lock.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("regrow.record.lock.LEASE_WAIT_S", 1e9)
+    waits = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lock_run, Storage.at(tmp_path), lambda text: waits.set())
+        assert waits.wait(60)
+        if how == "the lease ends":
+            fcntl.flock(left_by_another_host, fcntl.LOCK_UN)
+        else:
+            (tmp_path / LOCK_FILE).unlink()
+        held = waiting.result(60)
+    assert held is not None
+    assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
+    assert is_held(Storage.at(tmp_path), None) is True
+    held.close()
+
+
+def test_a_file_that_was_deleted_after_it_was_opened_is_no_lock(tmp_path: Path) -> None:
+    """The next job makes another one, and locks that."""
+    with open(tmp_path / LOCK_FILE, "a") as first, open(tmp_path / LOCK_FILE, "a") as second:
+        assert take_lock(first)
+        assert not take_lock(second), "held by the first"
+        (tmp_path / LOCK_FILE).unlink()
+        fcntl.flock(first, fcntl.LOCK_UN)
+        assert not take_lock(second)
+        (tmp_path / LOCK_FILE).touch()
+        assert not take_lock(second)
 
 
 def test_the_lock_names_its_newest_holder_alone(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("12345678901234567890")
     held = lock_run(Storage.at(tmp_path))
     assert held is not None
-    assert (tmp_path / LOCK_FILE).read_text() == str(os.getpid())
+    assert (tmp_path / LOCK_FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     held.close()
 
 

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
 import socket
@@ -270,7 +271,19 @@ def test_processes_that_prepare_at_once_all_find_a_whole_corpus(corpus: Path, tm
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".building")] == []
 
 
-def test_a_preparation_that_waits_for_another_says_so(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("holder", "named", "then"),
+    [
+        (f"process 7 on {socket.gethostname()}", f" (process 7 on {socket.gethostname()})", ""),
+        ("process 7 on elsewhere", " (process 7 on elsewhere)", "; where its host is gone for good, delete that file"),
+        ("", "", "; where its host is gone for good, delete that file"),
+    ],
+)
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_preparation_that_waits_for_another_says_for_which_and_what_to_do_where_that_is_gone(
+    holder: str, named: str, then: str, is_deleted: bool, corpus: Path, tmp_path: Path
+) -> None:
+    """Before, it waited for ever for a host whose lock NFS had kept, and went on waiting once the file was deleted."""
     seen: list[tuple[Task, float, float]] = []
     waits, lock = Event(), tmp_path / ".words.lock"
 
@@ -278,16 +291,25 @@ def test_a_preparation_that_waits_for_another_says_so(corpus: Path, tmp_path: Pa
         seen.append((task, done, total))
         waits.set()
 
-    with open(lock, "wb") as held:
+    with open(lock, "a") as held:
+        held.write(holder)
+        held.flush()
         fcntl.flock(held, fcntl.LOCK_EX)
-        second = Thread(target=lambda: prepare(CONFIG, WordRecipe(), tmp_path / "words", progress=progress))
+        folder = tmp_path / "words"
+        second = Thread(target=lambda: prepare(CONFIG, WordRecipe(), folder, progress=progress), daemon=True)
         second.start()
         assert waits.wait(60)
-        shutil.copytree(corpus, tmp_path / "words")
-        fcntl.flock(held, fcntl.LOCK_UN)
-        second.join()
-    waiting = Task(f"waiting for another preparation, which holds {lock}")
-    assert seen == [(waiting, 0, 1), (waiting, 1, 1)]
+        shutil.copytree(corpus, folder)
+        if is_deleted:
+            lock.unlink()
+        else:
+            fcntl.flock(held, fcntl.LOCK_UN)
+        second.join(60)
+        assert not second.is_alive()
+    waiting = Task(f"waiting for another preparation{named}, which holds {lock}{then}")
+    assert seen[-1] == (waiting, 1, 1)
+    assert set(seen) == {(waiting, 0, 1), (waiting, 1, 1)}
+    assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def test_find_or_prepare_prepares_once_and_reports_stages_that_end(

@@ -50,7 +50,7 @@ class Claim:
         content = json.dumps(taken | {"token": secrets.token_hex(8)}).encode()
         newest = 0
         while True:
-            newest = max([newest, *(int(name[:6]) for name in folder.list(WRITERS) if name[:6].isdigit())])
+            newest = max(newest, _newest(folder))
             if restarted and newest and (other := _read(folder, newest)).get("job") != job:
                 raise Superseded(_line(folder, other))
             newest += 1
@@ -72,6 +72,17 @@ class Claim:
             return _line(self.folder, _read(self.folder, self.number + 1))
         mine = self.folder.read_bytes(_name(self.number))
         return "" if mine == self.content else _line(self.folder, _decoded(mine))
+
+
+def newest_claim(folder: Storage) -> Mapping[str, Any]:
+    """What the run's newest writer says of itself: job, host, pid, time; empty where there is none. Raises OSError."""
+    number = _newest(folder)
+    return _read(folder, number) if number else {}
+
+
+def _newest(folder: Storage) -> int:
+    """The highest number that was taken; 0: none."""
+    return max((int(name[:6]) for name in folder.list(WRITERS) if name[:6].isdigit()), default=0)
 
 
 def _name(number: int) -> str:

@@ -25,13 +25,13 @@ from regrow.control.values import NOTHING, Peer, SnapshotAck
 from regrow.control.verification import Outcome
 from regrow.errors import RegrowError, ResumeError, first_line
 from regrow.record.claim import Claim
-from regrow.record.lock import LOCK_WAIT_S, lock_run
+from regrow.record.lock import LEASE_WAIT_S, LOCK_WAIT_S, is_held, lock_elsewhere, lock_run
 from regrow.record.log import newest_row, next_generation, positive, read_events
 from regrow.runtime.calls import CoordinatorCalls, Death
 from regrow.runtime.fleet import secret_of_keepers
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.hardware.settings import allow_descriptors
-from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
+from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo, KeeperSettings
 from regrow.runtime.seats import Seats
 from regrow.runtime.shell import Shell, Update
 from regrow.state.disk.catalog import committed_steps
@@ -42,6 +42,10 @@ ADOPT_S = 60.0  # for the keepers of an earlier coordinator: longer than all of 
 READ_AGAIN_S = 2.0  # where storage is away
 NODES_S = 1.0  # between two looks for nodes, where all ranks of a run ask at once: one lists thousands
 SECRET_BYTES = 32
+OLD_SETTINGS = (
+    "keepers of an earlier job have snapshots of this run, and go on by that job's {}; to have this one's, stop it with "
+    "Ctrl-C and start it again"
+)
 
 Found = TypeVar("Found")
 
@@ -108,7 +112,7 @@ class Coordinator(Seats, Drained, Verified):
         claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
         events, past = _read(storage, checkpoints, restarted=restarted)
         self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)
-        self.copies = config.snapshot.copies
+        self.copies, self.settings = config.snapshot.copies, KeeperSettings.of(config.snapshot)
         self._nodes_at = 0.0  # of the monotonic clock, when `neighbours` looks for nodes again
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
@@ -168,6 +172,8 @@ class Coordinator(Seats, Drained, Verified):
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
         for event in self.shell.fleet.adopt(this_actor()):
             self.shell.tell(event)
+        if found := self.shell.fleet.other_settings(self.settings):
+            self.shell.record("note", {"text": OLD_SETTINGS.format(found)})
 
     def close(self, step: int, reason: str, detail: str, keep: bool) -> str:
         """Write the last event and flush everything; what could not be written, or empty.
@@ -336,10 +342,11 @@ class Coordinator(Seats, Drained, Verified):
 _offers: type[CoordinatorCalls] = Coordinator  # mypy holds it to that
 
 
-def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
+def start_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], object] = print, **options: Any) -> Any:
     """Start the actor on this node and wait until it holds the run's lock and has found the keepers that are up.
 
-    Raises ResumeError if another process keeps it, and another RegrowError where storage does not let the run go on.
+    `tell` gets to know where it waits for a lock that another host has. Raises ResumeError if another process keeps it,
+    and another RegrowError where storage does not let the run go on.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -350,6 +357,8 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
         num_cpus=0, scheduling_strategy=here, name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=-1
     )
     in_use = f"run folder {folder} is in use by another process; wait for it, stop it, or choose another run.name"
+    if is_held(folder, None) and (elsewhere := lock_elsewhere(folder)):
+        tell(elsewhere)
     give_up_at, job = time.monotonic() + LOCK_WAIT_S, secrets.token_hex(8)
     while True:
         try:
@@ -360,12 +369,10 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
                 raise ResumeError(in_use) from error
             time.sleep(READ_AGAIN_S)
     try:
-        ray.get(actor.ready.remote(), timeout=LOCK_WAIT_S + 30)
+        ray.get(actor.ready.remote(), timeout=LEASE_WAIT_S + 30)
     except ray.exceptions.ActorDiedError as error:
-        if "ResumeError" in str(error):
-            raise ResumeError(in_use) from error
         if said := _mistake(error, folder):
-            raise RegrowError(said) from error
+            raise (ResumeError if "ResumeError" in str(error) else RegrowError)(said) from error
         raise
     ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
     return actor

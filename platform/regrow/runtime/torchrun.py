@@ -149,7 +149,7 @@ class TorchrunRun:
         )
         self._lock: TextIO | None = None  # the first rank's, as what follows
         self._claim: Claim | None = None
-        self.run = Run(run_folder(config), *on_first_rank(self._open))
+        self.run = Run(run_folder(config), *on_first_rank_at_length(self._open))
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._cause = events.Cause.start if self.run.resumed_step is None else events.Cause.resume

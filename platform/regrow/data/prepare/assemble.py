@@ -9,10 +9,11 @@ neither rename nor lock. There the manifest, which is written last, is what make
 same one at a time: what they write is the same, each file whole or not at all.
 """
 
-import fcntl
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,10 +28,12 @@ from regrow.data.read.manifest import MANIFEST, SPLITS, Manifest, Shard
 from regrow.data.read.shards import index_name, write_index, write_shard
 from regrow.errors import DataError
 from regrow.progress import Progress, Task
+from regrow.record.lock import take_lock
 from regrow.record.log import NO_LOCKS
 from regrow.storage import Storage, in_threads, make_folder
 
 PLAN_FILE = "plan.json"  # says of what the files beside it are the beginnings; gone once the corpus is finished
+LOOK_S = 1.0  # between two tries to have a lock that another preparation holds
 Section = tuple[int, int, int, int]  # first token of it in the stream, its tokens, group, bucket
 
 
@@ -184,20 +187,36 @@ def _tidy(folder: Storage) -> None:
 @contextmanager
 def _lock(folder: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock that guards what stands at `folder`; the kernel lets go of it with the process. None is held on a
-    file system without locks: there, as in an object store, two jobs may build the same corpus at a time."""
-    path = folder.with_name(f".{folder.name}.lock")
-    with open(path, "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting = Task(f"waiting for another preparation, which holds {path}")
+    file system without locks: there, as in an object store, two jobs may build the same corpus at a time.
+
+    A preparation may take hours, and another one is waited for as long. The file is opened anew at each look: one that
+    a host which is gone has left locked at a file server may be deleted meanwhile.
+    """
+    path, waiting = folder.with_name(f".{folder.name}.lock"), None
+    while True:
+        with open(path, "a+") as file:
+            try:
+                is_mine = take_lock(file)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                is_mine = True
+            if is_mine:
+                if waiting is not None:
+                    progress(waiting, 1, 1)
+                yield
+                return
+            file.seek(0)
+            waiting = _waiting(path, file.read())
             progress(waiting, 0, 1)
-            fcntl.flock(file, fcntl.LOCK_EX)
-            progress(waiting, 1, 1)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        yield
+        time.sleep(LOOK_S)
+
+
+def _waiting(path: Path, holder: str) -> Task:
+    """For a preparation that holds the lock at `path`, and has written there which process it is."""
+    text = f"waiting for another preparation{f' ({holder})' if holder else ''}, which holds {path}"
+    is_here = holder.endswith(f" on {socket.gethostname()}")
+    return Task(text if is_here else f"{text}; where its host is gone for good, delete that file")
 
 
 def _sync(folder: Path, *, files: bool = True) -> None:
