@@ -14,7 +14,10 @@ import yaml
 from ray._private.label_utils import parse_node_labels_from_yaml_file
 
 from regrow.config.schema import PretrainConfig
+from regrow.control.membership import NODE_NAME
+from regrow.control.peers import plan_peers
 from regrow.errors import ConfigError
+from regrow.runtime.keeper import domain_of
 from regrow.submit import node_labels
 from regrow.submit.check import check_submit
 from support.submission import compose, rendered
@@ -108,3 +111,14 @@ def test_a_rack_that_no_snapshot_goes_by_is_refused(label: str) -> None:
     config = compose(["+cluster=h100x64", f"submit.rack_label={RACK}", f"snapshot.domain_label={label}"])
     with pytest.raises(ConfigError, match=r"snapshot.domain_label=.*; set snapshot.domain_label=rack, or"):
         check_submit(config)
+
+
+def test_copies_are_on_other_hosts_where_several_pods_are_on_one_and_its_rack_is_not_known() -> None:
+    """Four ranks a pod, eight GPUs a host: before, each pod counted by itself, and a host took both copies with it."""
+    pods = {"1a": "one", "2b": "one", "3c": "two", "4d": "two"}
+    domains = [(pod, domain_of(pod, {}, "rack", {NODE_NAME: host})) for pod, host in pods.items()]
+    assert all(pods[pod] != pods[holder] for pod, holders in plan_peers(domains).items() for holder in holders)
+    assert domain_of("1a", {"rack": "r"}, "rack", {NODE_NAME: "one"}) == "r"
+    for label in ("rack", None):
+        assert domain_of("1a", {"zone": "z"}, label, {NODE_NAME: "one"}) == "one"
+        assert domain_of("1a", {"zone": "z"}, label, {}) == "1a", "nodes of one machine that fail one by one"

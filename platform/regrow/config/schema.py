@@ -293,7 +293,7 @@ class SnapshotConfig:
     copies: int = 1  # of each node's snapshots on other nodes: so many nodes may be lost at once
     transport: SnapshotTransport = SnapshotTransport.tcp  # of these copies; nixl: RDMA
     folder: str = "/dev/shm"  # on every node, a file system in memory
-    domain_label: str | None = "rack"  # Ray's label of nodes that fail together; a node without it fails by itself
+    domain_label: str | None = "rack"  # Ray's label of nodes that fail together; a pod without it fails with its host
     abandon_after_s: float = 600.0  # without a driver, snapshots are kept for this long
 
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.config.schema import SnapshotTransport
 from regrow.control.health import Pulse
+from regrow.control.membership import NODE_NAME
 from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
@@ -92,7 +93,7 @@ class Keeper(Speaking, Writing):
         self.run_id, self.node_id, self.abandon_after_s = run_id, node, abandon_after_s
         self.transport = transport
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
-        self.domain = labels.get(domain_label or "", node)
+        self.domain = domain_of(node, labels, domain_label, os.environ)
         self.folder = Path(folder)
         self.object_store_bytes = _object_store_bytes(node, self.folder)
         self.keeper: KeeperNode | None = None
@@ -329,6 +330,13 @@ class Keeper(Speaking, Writing):
 
 
 _offers: type[KeeperCalls] = Keeper  # mypy holds it to that
+
+
+def domain_of(node: str, labels: Mapping[str, str], label: str | None, environment: Mapping[str, str]) -> str:
+    """What fails with a Ray node: what it is labelled as, else the machine that the environment names, as a pod's does,
+    for several pods may be on one. Else the node alone: those of `cluster.local_nodes` and of drills fail one by one.
+    """
+    return labels.get(label or "") or environment.get(NODE_NAME) or node
 
 
 def _object_store_bytes(node: str, folder: Path) -> int:
