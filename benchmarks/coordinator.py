@@ -47,7 +47,7 @@ from benchmarks.measure import TICKS_PER_S, family, run_side, summary, write_res
 
 from regrow.control.peers import FAN_OUT  # noqa: E402
 from regrow.control.values import SnapshotAck, Version  # noqa: E402
-from regrow.runtime.keeper import ASK_AFTER, KeeperInfo, start_keeper  # noqa: E402
+from regrow.runtime.keeper import ASK_AFTER, KeeperInfo, KeeperSettings, start_keeper  # noqa: E402
 from regrow.state.memory.slots import Committed  # noqa: E402
 
 PARTS = [STEPS, FORMING, LEADER] = ["steps", "forming", "leader"]
@@ -388,7 +388,7 @@ def leader_side(windows: int, num_steps: int, folder: Path) -> dict[str, Any]:
 
     node = ray.get_runtime_context().get_node_id()
     cluster = Cluster(folder, NUM_NODES, first=node)
-    keeper = start_keeper(RUN_ID, node, memory_folder=str(folder), domain_label=None, abandon_after_s=600.0)
+    keeper = start_keeper(RUN_ID, node, KeeperSettings(str(folder), None, 600.0))
     info = ray.get(keeper.serve.remote(cluster.coordinator, secrets.token_bytes(16)), timeout=120)
     ray.get(cluster.coordinator.register_keeper.remote(keeper, info))
     cluster.begin()

@@ -20,7 +20,7 @@ from regrow.control.peers import plan_peers, plan_tree
 from regrow.control.values import SnapshotAck, Version
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.runtime.fleet import Fleet
-from regrow.runtime.keeper import Keeper
+from regrow.runtime.keeper import Keeper, KeeperSettings
 from regrow.runtime.publisher import Publisher
 from regrow.runtime.writing import GROUPS, fetch
 from regrow.state.disk.catalog import committed_steps, open_checkpoint, step_folder, verify
@@ -32,6 +32,7 @@ from support.keepers import RUN, SECRET, entries_of, step_to
 
 NODES = [f"node-{number}" for number in range(7)]  # two, four under these, then one under node-2
 STEP = 3
+SETTINGS = KeeperSettings("", "rack", 600.0)
 
 
 class Root:
@@ -123,7 +124,7 @@ def start_keepers(folder: Path) -> tuple[Any, dict[str, Any], list[Any]]:
     """The root, the keepers by node, and what they say of themselves; a generation has begun."""
     root: Any = ray.remote(Root).options(num_cpus=0).remote(folder)
     keeper: Any = ray.remote(concurrency_groups=GROUPS)(Keeper).options(num_cpus=0, max_concurrency=8)
-    handles = {node: keeper.remote(RUN, node, str(folder / f"regrow-{RUN}-{node}"), "rack", 600.0) for node in NODES}
+    handles = {node: keeper.remote(RUN, node, str(folder / f"regrow-{RUN}-{node}"), SETTINGS) for node in NODES}
     infos = ray.get([handle.serve.remote(root, SECRET) for handle in handles.values()], timeout=120)
     ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)
     return root, handles, infos
@@ -133,6 +134,7 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
     assert [branch.num_nodes for branch in plan_tree(NODES, fan_out=2).values()] == [4, 3, 2, 1, 1, 1, 1]
     root, handles, infos = start_keepers(folder)
     assert {info.domain for info in infos} == {"r7"}
+    assert {info.settings for info in infos} == {SETTINGS}
     assert all(info.object_store_bytes == 0 for info in infos), "its folder is not in /dev/shm"
     peers = plan_peers([(node, node) for node in NODES])
     for number, step in enumerate((1, 2), 1):

@@ -94,7 +94,7 @@ def keeper_main(member: Member) -> None:
     _rest_before(held, "checksums_of")
     server = Server(member.address, 8)
     folder = member.world / f"regrow-{RUN}-{member.node}"
-    server.serve(keeper.Keeper(RUN, member.node, str(folder), "rack", 600.0))
+    server.serve(keeper.Keeper(RUN, member.node, str(folder), keeper.KeeperSettings("", "rack", 600.0)))
 
 
 def coordinator_main(member: Member, copies: int) -> None:

@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from regrow.config.check import check
-from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig, SnapshotConfig
 from regrow.control import health
 from regrow.control.core import Fenced
 from regrow.control.health import Pulse
@@ -47,7 +47,7 @@ from regrow.runtime.actor import Coordinator, start_coordinator
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
 from regrow.runtime.job import Job
-from regrow.runtime.keeper import KeeperInfo
+from regrow.runtime.keeper import KeeperInfo, KeeperSettings
 from regrow.runtime.log_writer import LogWriter
 from regrow.runtime.reporter import Reporter
 from regrow.runtime.run_folder import Run
@@ -469,6 +469,24 @@ def test_a_number_that_went_with_a_coordinator_is_not_given_out_again(
     with pytest.raises(Fenced):
         again.row(old, {})
     again.shell.close()
+
+
+def test_keepers_of_an_earlier_job_that_go_by_other_settings_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have its snapshots, so none is ended; before, the new settings were taken without a word and not heeded."""
+    mine = KeeperSettings.of(SnapshotConfig())
+    keepers = [Keeper(node) for node in ("same", "moved", "older", "of older code")]
+    moved, older = replace(mine, folder="/mem"), replace(mine, folder="/mem", abandon_after_s=60.0)
+    for keeper, settings in zip(keepers, (mine, moved, older, None), strict=True):
+        keeper.info = replace(keeper.info, settings=settings)
+    keepers_found(monkeypatch, *keepers)
+    made = make(tmp_path)
+    made.adopt_keepers()
+    (note,) = events_of(made, "note")
+    assert note["text"].startswith("keepers of an earlier job have snapshots of this run, and go on by that job's ")
+    assert "job's snapshot.folder=/mem on 2 nodes, snapshot.abandon_after_s=60.0 on 1 node; to have" in note["text"]
+    made.shell.close()
 
 
 def test_a_group_that_only_keepers_know_of_is_over_when_the_coordinator_is_restarted(

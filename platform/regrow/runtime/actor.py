@@ -43,7 +43,7 @@ READ_AGAIN_S = 2.0  # where storage is away
 NODES_S = 1.0  # between two looks for nodes, where all ranks of a run ask at once: one lists thousands
 SECRET_BYTES = 32
 OLD_SETTINGS = (
-    "keepers of an earlier job have snapshots of this run, and go on by that job's {}; to have this one's, stop it with "
+    "keepers of an earlier job have snapshots of this run, and go on by that job's {}; to have this one's, stop it by "
     "Ctrl-C and start it again"
 )
 

@@ -5,6 +5,7 @@ Nothing here waits but `adopt`, `greet` and `holders`, which are not called with
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from functools import partial
@@ -32,9 +33,10 @@ from regrow.control.commands import (
 from regrow.control.values import NOTHING, Version
 from regrow.errors import CheckpointError, first_line
 from regrow.runtime.calls import KeeperClient
-from regrow.runtime.keeper import KeeperInfo, Place, end_keepers, running_keepers
+from regrow.runtime.keeper import KeeperInfo, KeeperSettings, Place, end_keepers, running_keepers
 from regrow.runtime.liveness.connections import HeldConnections
 from regrow.runtime.publisher import Publisher
+from regrow.show.units import counted
 from regrow.state.disk.upload import Joined, Published, Written
 from regrow.state.memory.holders import Holders, Holding
 from regrow.state.memory.ranges import Address
@@ -85,6 +87,12 @@ class Fleet:
 
         self._pending |= {call: partial(then, handle=handle) for call, handle in late.items()}
         return [*found, self._found()]
+
+    def other_settings(self, mine: KeeperSettings) -> str:
+        """Which settings the keepers that are known go by in place of these, a line; empty where by none."""
+        known = [info.settings for _, info in self._known.values() if info.settings is not None]
+        found = Counter(each for theirs in known for each in mine.in_place(theirs))
+        return ", ".join(f"{each} on {counted(number, 'node')}" for each, number in found.items())
 
     def _found(self) -> e.KeepersFound:
         """What the keepers that are known said when they were."""

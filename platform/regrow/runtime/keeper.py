@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from regrow.config.schema import SnapshotTransport
+from regrow.config.schema import SnapshotConfig, SnapshotTransport
 from regrow.control.health import Pulse
 from regrow.control.membership import NODE_NAME
 from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Version
@@ -52,6 +52,29 @@ SHARED_MEMORY = "/dev/shm"  # where Ray's object store is, unless it was told ot
 
 
 @dataclass(frozen=True)
+class KeeperSettings:
+    """What a keeper goes by until it ends, by the names that the settings have in a config's `snapshot`."""
+
+    folder: str
+    domain_label: str | None
+    abandon_after_s: float
+    transport: SnapshotTransport = SnapshotTransport.tcp
+
+    @staticmethod
+    def of(config: SnapshotConfig) -> "KeeperSettings":
+        return KeeperSettings(config.folder, config.domain_label, config.abandon_after_s, config.transport)
+
+    @property
+    def by_rdma(self) -> bool:
+        return self.transport is SnapshotTransport.nixl
+
+    def in_place(self, other: "KeeperSettings") -> list[str]:
+        """What another keeper goes by in place of these, as `snapshot.folder=/dev/shm`; it may be of other code."""
+        theirs = {name: getattr(other, name, mine) for name, mine in vars(self).items()}
+        return [f"snapshot.{name}={value}" for name, value in theirs.items() if value != getattr(self, name)]
+
+
+@dataclass(frozen=True)
 class KeeperInfo:
     """What others need to know of a keeper."""
 
@@ -65,6 +88,7 @@ class KeeperInfo:
     newest_generation: int = NOTHING  # of which it has heard
     object_store_bytes: int = 0  # that Ray's object store may take of the folder's file system
     node_up_s: float | None = None  # since its node's raylet began; None: not known
+    settings: KeeperSettings | None = None  # None: its code is of before they were told
 
 
 @dataclass(frozen=True)
@@ -85,15 +109,12 @@ class Keeper(Speaking, Writing):
         run_id: str,
         node: str,
         folder: str,
-        domain_label: str | None,
-        abandon_after_s: float,
-        transport: SnapshotTransport = SnapshotTransport.tcp,
+        settings: KeeperSettings,
     ) -> None:
         allow_descriptors()
-        self.run_id, self.node_id, self.abandon_after_s = run_id, node, abandon_after_s
-        self.transport = transport
+        self.run_id, self.node_id, self.settings = run_id, node, settings
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
-        self.domain = domain_of(node, labels, domain_label, os.environ)
+        self.domain = domain_of(node, labels, settings.domain_label, os.environ)
         self.folder = Path(folder)
         self.object_store_bytes = _object_store_bytes(node, self.folder)
         self.keeper: KeeperNode | None = None
@@ -128,7 +149,7 @@ class Keeper(Speaking, Writing):
             self.coordinator = coordinator
             self.heard_at = time.monotonic()
             if self.keeper is None:
-                delete_abandoned(self.folder, self.abandon_after_s)
+                delete_abandoned(self.folder, self.settings.abandon_after_s)
                 self.keeper = KeeperNode(
                     self.folder,
                     node=self.node_id,
@@ -137,7 +158,7 @@ class Keeper(Speaking, Writing):
                     run_id=self.run_id,
                     report=lambda sealed: self.relay([sealed]),
                     complain=lambda *what: CoordinatorClient(self.coordinator).complaint(self.node_id, *what),
-                    transport=NixlTransport(self.node_id) if self.transport is SnapshotTransport.nixl else None,
+                    transport=NixlTransport(self.node_id) if self.settings.by_rdma else None,
                 )
                 self.keeper.start()
             self.keeper.secret = secret
@@ -155,6 +176,7 @@ class Keeper(Speaking, Writing):
             heard_of,
             self.object_store_bytes,
             _node_up_s(),
+            self.settings,
         )
 
     def secret(self) -> bytes:
@@ -315,14 +337,15 @@ class Keeper(Speaking, Writing):
         It is asked only after a while without a word of it: thousands that ask cost it more than training does. One
         that was restarted asks at once: until it is known again, others' copies have no place, and they look for one.
         """
-        while (silent_s := time.monotonic() - self.heard_at) < self.abandon_after_s:
+        abandon_after_s = self.settings.abandon_after_s
+        while (silent_s := time.monotonic() - self.heard_at) < abandon_after_s:
             time.sleep(pause_s)
             pause_s = PING_S
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there is none now
                 if self.coordinator is None:
                     coordinator = ray.get_actor(f"{self.run_id}:{COORDINATOR}", namespace=NAMESPACE)
                     ray.get(coordinator.greet.remote(self.node_id, self.me), timeout=4 * PING_S)
-                elif silent_s > ASK_AFTER * self.abandon_after_s:
+                elif silent_s > ASK_AFTER * abandon_after_s:
                     ray.get(self.coordinator.ready.remote(), timeout=PING_S)
                     self.heard_at = time.monotonic()
         self.close()
@@ -373,18 +396,13 @@ def _node_up_s() -> float | None:
     return None
 
 
-def start_keeper(
-    run_id: str,
-    node: str,
-    *,
-    memory_folder: str,
-    domain_label: str | None,
-    abandon_after_s: float,
-    transport: SnapshotTransport = SnapshotTransport.tcp,
-) -> Any:
-    """The keeper of a node; started where there is none. Returns at once."""
+def start_keeper(run_id: str, node: str, settings: KeeperSettings) -> Any:
+    """The keeper of a node; started where there is none. Returns at once.
+
+    One that a job before this one has left goes on by that one's settings, and has its snapshots.
+    """
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    folder = str(Path(memory_folder) / f"regrow-{run_id}-{node[:12]}")
+    folder = str(Path(settings.folder) / f"regrow-{run_id}-{node[:12]}")
     actor: Any = ray.remote(concurrency_groups=GROUPS)(Keeper)  # type: ignore[call-overload]
     return actor.options(
         name=f"{run_id}:{node}",
@@ -395,7 +413,7 @@ def start_keeper(
         scheduling_strategy=there,
         max_restarts=-1,
         max_concurrency=8,
-    ).remote(run_id, node, folder, domain_label, abandon_after_s, transport)
+    ).remote(run_id, node, folder, settings)
 
 
 def end_keepers(handles: Iterable[Any]) -> None:

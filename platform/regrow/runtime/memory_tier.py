@@ -20,7 +20,7 @@ from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.runtime.abort import Address, Breaker
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job
-from regrow.runtime.keeper import KeeperInfo, start_keeper
+from regrow.runtime.keeper import KeeperInfo, KeeperSettings, start_keeper
 from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.state.collective import PeerError, from_rank_0, gather
 from regrow.state.entries import Entry, Progress, restored_progress
@@ -63,14 +63,7 @@ class MemoryTier:
         """Ask for this node's keeper, which starts while the rank builds its model."""
         self.job, self.config, self.folder = job, job.config.snapshot, Path()
         self.domain = self.node = ray.get_runtime_context().get_node_id()
-        self.keeper = start_keeper(
-            job.run_id,
-            self.node,
-            memory_folder=self.config.folder,
-            domain_label=self.config.domain_label,
-            abandon_after_s=self.config.abandon_after_s,
-            transport=self.config.transport,
-        )
+        self.keeper = start_keeper(job.run_id, self.node, KeeperSettings.of(self.config))
         self.coordinator = CoordinatorClient(job.coordinator)
         self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
         self.snapshots: Snapshots | None = None  # of the current generation
