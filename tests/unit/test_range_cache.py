@@ -1,5 +1,6 @@
 """The cache of shards in object stores: fetched once a node, never more than its size, never trusted."""
 
+import json
 import multiprocessing
 import pickle
 from pathlib import Path
@@ -143,6 +144,32 @@ def test_several_corpora_are_one_row_of_rows(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(corpora)) == corpora
     moved = Corpora.of({"a": folders["a"], "b": str(tmp_path / "b")}, config)
     assert moved.sha256 == corpora.sha256 != Corpora.of({"b": folders["b"], "a": folders["a"]}, config).sha256
+
+
+@pytest.mark.parametrize("how", ["pickled", "as JSON"])
+def test_each_host_has_the_cache_in_its_own_temporary_folder(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler gives each job and host another one, often by a path that no other host has. The driver's was used
+    on all of them: where it cannot be made nothing is kept, and every rank fetches everything."""
+    rows = write_rows(tmp_path / "corpus", num_rows=64)
+
+    def on_host(name: str) -> None:
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+        monkeypatch.setattr("tempfile.tempdir", None)  # where it has been looked for before
+
+    on_host("driver")
+    sent = Corpora.at(f"local://{tmp_path}/corpus")
+    as_json = json.dumps(sent.to_plain())
+    on_host("worker")
+    there = pickle.loads(pickle.dumps(sent)) if how == "pickled" else Corpora.of_plain(json.loads(as_json))
+    assert there == sent
+    assert np.array_equal(there.reader("train").read(np.arange(8)), rows[:8])
+    (made,) = (tmp_path / "worker").iterdir()
+    assert made == RangeCache.default_folder()
+    assert size_of(made) > 0
+    assert list((tmp_path / "driver").iterdir()) == []
 
 
 def away(folder: Path, refusals: float) -> Corpora:

@@ -32,7 +32,7 @@ class Corpora:
 
     names: tuple[str, ...]
     folders: tuple[str, ...]  # paths or URIs
-    cache_folder: str  # on each node, for those in object stores
+    cache_folder: str  # on each node, for those in object stores; empty: in that node's own temporary folder
     cache_bytes: int
 
     @staticmethod
@@ -44,8 +44,7 @@ class Corpora:
     def of(folders: Mapping[str, str], config: DataConfig) -> "Corpora":
         """Corpora by name."""
         places = tuple(str(Storage.at(folder)) for folder in folders.values())  # workers have another working directory
-        cache_folder = config.cache_dir or str(RangeCache.default_folder())
-        return Corpora(tuple(folders), places, cache_folder, int(config.cache_gb * 1e9))
+        return Corpora(tuple(folders), places, config.cache_dir or "", int(config.cache_gb * 1e9))
 
     def to_plain(self) -> list[Any]:
         """What JSON can hold."""
@@ -78,7 +77,8 @@ class Corpora:
 
         Raises DataError where one of them is not there.
         """
-        cache = RangeCache(Path(self.cache_folder), self.cache_bytes)
+        cache_folder = Path(self.cache_folder) if self.cache_folder else RangeCache.default_folder()
+        cache = RangeCache(cache_folder, self.cache_bytes)
         return CorporaReader(
             [
                 ShardReader(folder, split, None if Storage.at(folder).is_local else cache, manifest, retry_s)
