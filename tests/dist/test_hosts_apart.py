@@ -135,6 +135,38 @@ def test_a_partition_may_be_one_way_and_heals(apart: HostsApart, pair: tuple[Hos
     assert reaches(first, second)
 
 
+@pytest.mark.parametrize("by", ["name", "address"])
+def test_ranks_that_torchrun_started_meet_though_a_hosts_name_is_its_own_loopback_address(
+    by: str, pair: tuple[Host, Host]
+) -> None:
+    """As Debian has names: gloo told the other host to connect to 127.0.1.1. torchrun gives the first host's name."""
+    program = """
+    import os, sys
+    rank, master, names = sys.argv[1:]
+    with open("/etc/hosts", "w") as file:
+        file.write("127.0.0.1 localhost\\n" + names)
+    os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": "22024"}
+    import torch
+    import torch.distributed as dist
+    from regrow.runtime.torchrun import process_group
+    with process_group(60.0):
+        mine = torch.ones(1)
+        dist.all_reduce(mine)
+        print(int(mine), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
+    """
+    first, second = pair
+    processes = []
+    for rank, host in enumerate(pair):
+        output = host.tmp.parent / f"{host.name}-by-{by}"
+        names = f"127.0.1.1 {host.name}\n" + (f"{first.address} {first.name}\n" if host is second else "")
+        arguments = [str(rank), first.name if by == "name" else first.address, names]
+        argv = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+        processes.append((host.start(argv, output, os.environ, Path("/")), output))
+    for process, output in processes:
+        assert process.wait(120.0) == 0, output.read_text()
+        assert output.read_text().split()[-3:] == ["2", "eth0", "=eth0"]
+
+
 def test_a_connection_that_is_held_ends_with_its_link_and_is_held_again(
     apart: HostsApart, pair: tuple[Host, Host]
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.runtime.hardware.interfaces import interface_of, meet_at
+from regrow.runtime.hardware.interfaces import address_towards, interface_of, meet_at
 
 NAMESPACES = os.geteuid() == 0 and subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
 
@@ -39,6 +39,26 @@ def test_the_interface_of_an_ipv6_address_is_found_however_that_is_written() -> 
         digits, *_, name = line.split()
         address = IPv6Address(bytes.fromhex(digits))
         assert address.is_link_local or interface_of(str(address)) == name  # which several may have
+
+
+def test_the_way_to_a_host_is_found_by_its_name_or_address_and_none_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert address_towards("127.0.0.1") == address_towards("127.0.0.2") == "127.0.0.1"
+    assert interface_of(address_towards("localhost")) == "lo"
+    if Path("/proc/net/if_inet6").exists():
+        assert address_towards("::1") == "::1"
+    assert address_towards("x" * 64) == ""  # longer than a part of a name may be
+    assert address_towards("255.255.255.255") == ""  # may not be sent to
+
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert address_towards("nowhere") == ""
+    environment: dict[str, str] = {}
+    meet_at("", environment)
+    assert environment == {}
 
 
 @pytest.mark.skipif(not NAMESPACES, reason="needs root and network namespaces")

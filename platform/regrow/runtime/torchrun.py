@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import ipaddress
 import os
 import shlex
 import signal
@@ -18,6 +19,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.control.verification import Outcome, named
@@ -35,6 +37,7 @@ from regrow.record.lock import lock_run
 from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS, run_folder
+from regrow.runtime.hardware.interfaces import address_towards, meet_at
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.interrupts import StopRequest
 from regrow.runtime.patient_log import PatientLog
@@ -62,13 +65,33 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # small values go to a few neighbours
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(BACKENDS[device.type], timeout=timeout, **({} if "RANK" in os.environ else alone))
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        _meet(dist.PrefixStore("addresses", store), rank, world_size)
+    dist.init_process_group(BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def _meet(store: dist.Store, rank: int, world_size: int) -> None:
+    """Have gloo and NCCL use the interface on the way to the first rank's host; on that host, where its name may be
+    127.0.1.1, the one on the way to another host."""
+    mine = address_towards(os.environ["MASTER_ADDR"])
+    store.set(str(rank), mine)
+    if _is_loopback(mine):
+        others = (store.get(str(other)).decode() for other in range(world_size))
+        elsewhere = next((address for address in others if not _is_loopback(address)), None)
+        mine = address_towards(elsewhere) if elsewhere else ""  # none: all ranks are on this host, any interface does
+    meet_at(mine, os.environ)
+
+
+def _is_loopback(address: str) -> bool:
+    """Also where it is not known."""
+    return not address or ipaddress.ip_address(address).is_loopback
 
 
 def end_process() -> NoReturn:

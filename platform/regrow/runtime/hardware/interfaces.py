@@ -43,6 +43,21 @@ def _interface_of_ipv6(address: str) -> str | None:
     return None
 
 
+def address_towards(host: str) -> str:
+    """The address of this machine from which packets go to a host, by its name or address; empty where the name does
+    not resolve, or no route leads there. Nothing is sent to the host.
+
+    >>> address_towards("127.0.0.1")
+    '127.0.0.1'
+    """
+    with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: no name of a host
+        for family, kind, _, _, there in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as asking:
+                asking.connect(there)
+                return str(asking.getsockname()[0])
+    return ""
+
+
 def meet_at(address: str, environment: MutableMapping[str, str]) -> None:
     """Have gloo and NCCL use the interface with this address, unless the environment names one."""
     name = interface_of(address)
