@@ -1,5 +1,11 @@
+import errno
 import io
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -229,3 +235,70 @@ def test_ranks_that_wait_beside_the_group_are_shown() -> None:
         console.num_spares = 1
         console.row(make_row(1, 1.0))
     assert "  3 ranks + 1 spare  " in stream.getvalue()
+
+
+class Gone(io.StringIO):
+    """A terminal that was hung up."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_job_goes_on_where_what_it_writes_to_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends `tee`, too: the line that says so was the end of the driver, without a checkpoint."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    reader, writer = os.pipe()
+    os.close(reader)
+    piped = os.fdopen(writer, "w")
+    for stream in (piped, Gone()):
+        console = Console(stream)
+        console.start(["a line"], steps=9)
+        console.row(make_row(1, 1.0))
+        console.progress(Task("writing"), 1, 2)
+        console.message("stopping after this step with a checkpoint")
+        console.close()
+    with pytest.raises(BrokenPipeError):
+        piped.close()
+
+
+def test_a_signal_amid_a_write_to_what_does_not_read_is_heard() -> None:
+    """The handler's line went to the same stream: RuntimeError, out of the main thread's own write."""
+    reader, writer = os.pipe()
+    heard = threading.Event()
+
+    def read() -> None:
+        heard.wait()
+        while os.read(reader, 1 << 16):
+            pass
+
+    def handle(*_: object) -> None:
+        console.message("stopping after this step with a checkpoint")
+        heard.set()
+
+    reading = threading.Thread(target=read)
+    before = signal.signal(signal.SIGALRM, handle)
+    with os.fdopen(writer, "w") as stream:
+        console = Console(stream)
+        reading.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)  # by then the pipe is full
+        try:
+            while not heard.is_set():
+                console.message("a line of many" * 1000)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    reading.join()
+    os.close(reader)
+
+
+def test_a_rank_of_torchrun_ends_well_where_what_it_writes_to_is_gone() -> None:
+    script = "from regrow.runtime.torchrun import end_process; print('a line'); end_process()"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=gone, env=environment, timeout=300)
+    assert ended.returncode == 0

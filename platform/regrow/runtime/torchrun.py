@@ -100,8 +100,9 @@ def end_process() -> NoReturn:
     A thread of gloo may still hold the tensors of the last collective: where it lets go of them during finalization,
     it is unwound through C++ as it asks for the interpreter's lock, and a run that has succeeded ends by SIGABRT.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # what it is piped to has ended
+            stream.flush()
     os._exit(0)
 
 

@@ -1,5 +1,6 @@
 """What the terminal shows: a live line while training with messages above it; plain lines elsewhere."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -85,9 +86,10 @@ class Console:
             self._pending = text
 
     def message(self, text: str) -> None:
-        """Show a line of text, above the live line where there is one."""
+        """Show a line of text, above the live line where there is one. For signal handlers, too."""
         if self._live is not None:
-            self._live.console.print(_clean(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
+            with _shown_or_not():
+                self._live.console.print(_clean(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
         else:
             self._print(text)
 
@@ -187,8 +189,9 @@ class Console:
         return "  ".join(parts)
 
     def _print(self, text: str) -> None:
-        self._stream.write(_clean(text) + "\n")
-        self._stream.flush()
+        with _shown_or_not():
+            self._stream.write(_clean(text) + "\n")
+            self._stream.flush()
 
     def _draw(self, text: str) -> None:
         """Replace the live line."""
@@ -198,8 +201,10 @@ class Console:
 
             console = RichConsole(file=self._stream, force_terminal=True, no_color=not self._colour, highlight=False)
             self._live = Live(console=console, refresh_per_second=8)  # other prints come out above the line
-            self._live.start()
-        self._live.update(self._styled(text))
+            with _shown_or_not():
+                self._live.start()
+        with _shown_or_not():
+            self._live.update(self._styled(text))
 
     def _styled(self, text: str) -> "Text":
         from rich.text import Text
@@ -211,9 +216,16 @@ class Console:
         return styled
 
     def _end_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            with _shown_or_not():
+                live.stop()
+
+
+def _shown_or_not() -> contextlib.AbstractContextManager[None]:
+    """The job goes on where its stream is gone, as where Ctrl-C ended the `tee` that it writes to (OSError), and where
+    a signal came in the middle of another write to it (RuntimeError)."""
+    return contextlib.suppress(OSError, RuntimeError)
 
 
 def _clean(text: str) -> str:
