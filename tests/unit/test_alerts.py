@@ -108,6 +108,7 @@ def of_a_restarted_coordinator(*, stepped_at: float, trains: bool = True) -> dic
     )
 
 
+FAILED = f'ray_regrow_stops_total{{{WORKER}, reason="failed"}}'
 FLAT_AFTER_60 = {"productive": "0+58x60 3480x120", "down": "0+2x60 120x120"}
 
 
@@ -140,6 +141,32 @@ STORIES = {
     "the run has finished": Story(
         until_60() | {name_of("stops_total"): "0x59 1x120"},
         {at: set() for at in (60, 63, 67, 80, 119, 121, 125)},
+    ),
+    "the run has failed": Story(
+        until_60() | {name_of("running"): "1x59 0", FAILED: "0x59 1x120"},
+        {60: set(), 64: set(), 67: {"RegrowRunFailed"}, 115: {"RegrowRunFailed"}, 125: set()},
+    ),
+    "it failed, was started again, and has finished": Story(
+        until_60()
+        | {name_of("running"): "1x59 0", FAILED: "0x59 1x120"}
+        | of_another_process(
+            running="_x63 1x17 0", submitted_timestamp_seconds="_x63 4700x18", stops_total="_x63 0x17 1x100"
+        ),
+        {at: set() for at in (62, 64, 67, 70, 79, 81, 83, 86, 90, 100, 119, 125)},
+    ),
+    "it failed, was started again, and fails again": Story(
+        until_60()
+        | {name_of("running"): "1x59 0", FAILED: "0x59 1x120"}
+        | of_another_process(running="_x63 1x17 0", submitted_timestamp_seconds="_x63 4700x18")
+        | {FAILED.replace("w1", "w2"): "_x63 0x17 1x100"},
+        {70: set(), 83: set(), 88: {"RegrowRunFailed"}, 130: {"RegrowRunFailed"}, 145: set()},
+    ),
+    "it failed, and fails again at once": Story(
+        until_60()
+        | {name_of("running"): "1x59 0", FAILED: "0x59 1x120"}
+        | of_another_process(running="_x63 0", submitted_timestamp_seconds="_x63 4700")
+        | {FAILED.replace("w1", "w2"): "_x63 1x100"},
+        {at: {"RegrowRunFailed"} for at in (67, 90, 115, 121)} | {130: set()},
     ),
     "it finished, was resumed, and is gone": Story(
         until_60()
@@ -223,6 +250,14 @@ STORIES = {
     "much is lost": Story(
         sound(productive="0+58x60 3480+20x120", down="0+2x60 120+40x120"),
         {70: set(), 85: set(), 130: {"RegrowGoodputLow"}},
+    ),
+    "the start takes eight minutes, and nothing is lost after it": Story(
+        {
+            name_of("init"): "0+60x8 480x200",
+            name_of("productive"): "0x8 0+60x200",
+            name_of("other"): "0x208",
+        },
+        {at: set() for at in (30, 33, 36, 40, 50, 70)},
     ),
     "a group is small for long": Story(
         sound()
