@@ -297,6 +297,19 @@ def test_a_corpus_on_a_hub_is_estimated_and_prepared(tmp_path: Path, source: Pat
     assert check_corpus(config).num_rows == corpora.manifests[0].splits["train"].num_rows
 
 
+def test_a_glob_on_a_hub_names_what_it_names_to_the_preparation(
+    tmp_path: Path, source: Path, on_hub: dict[str, str]
+) -> None:
+    """Before, it was refused where its `*` stood for a slash: a hub's own globs stop there."""
+    above = on_hub["source"].rpartition("/")[0]
+    for footers in (True, False):
+        whole = check_corpus(config_of(tmp_path, **on_hub), footers=footers)
+        for same in (f"{above}/{source.name[:-1]}*.parquet", f"{above}/{source.name[:-1]}*/?.parquet"):
+            assert check_corpus(config_of(tmp_path, **on_hub | {"source": same}), footers=footers) == whole
+    with pytest.raises(DataError, match=r"the hub at .* has no file there"):
+        check_corpus(config_of(tmp_path, **on_hub | {"source": f"{above}/*.txt"}))
+
+
 def test_what_a_hub_does_not_have_is_no_matter_of_reaching_it(tmp_path: Path, on_hub: dict[str, str]) -> None:
     for change, line in (
         (

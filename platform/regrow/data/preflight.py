@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from regrow.config.schema import DataConfig, PretrainConfig
 from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, load_recipe
+from regrow.data.prepare.listing import named_by, searched
 from regrow.deadline import within
 from regrow.errors import DataError, UnseenError, first_line
 from regrow.storage import StorageError, in_threads, is_remote
@@ -311,7 +312,7 @@ def files_on_hub(setting: str, location: str) -> dict[str, int]:
     hub = HfFileSystem()  # as Arrow makes its own: what this one lists, that one need not ask for again
     found: Any  # by path
     try:
-        found = hub.glob(path, detail=True) if "*" in path else hub.find(path, detail=True)
+        found = hub.find(searched(path), detail=True)
     except FileNotFoundError as error:
         raise DataError(
             f"{setting}={location} is not on the hub at {endpoint}, or not public (HF_TOKEN): {first_line(error)}"
@@ -323,7 +324,8 @@ def files_on_hub(setting: str, location: str) -> dict[str, int]:
             f"{setting}={location}: the hub at {endpoint} cannot be reached ({first_line(error)}); set HF_ENDPOINT to "
             f"a mirror or HTTPS_PROXY to a proxy, or {setting} to a copy that this machine can reach"
         ) from error
-    files = {name: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
+    is_named = named_by(path)
+    files = {name: int(info["size"]) for name, info in found.items() if info["type"] == "file" and is_named(name)}
     if not files:
         raise DataError(f"{setting}={location}: the hub at {endpoint} has no file there")
     return files

@@ -5,8 +5,6 @@ for a while is asked again for each read; what can be fetched but not be read is
 """
 
 import contextlib
-import fnmatch
-import glob
 import gzip
 import io
 import itertools
@@ -24,6 +22,7 @@ from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piece, Skipped
+from regrow.data.prepare.listing import named_by, searched
 from regrow.data.sized_file import SizedFile
 from regrow.errors import DataError, RegrowError, UnseenError, first_line
 from regrow.storage import RemoteStorage, in_threads, is_remote
@@ -89,9 +88,8 @@ class SourceFiles:
         if is_remote(source):
             remote = RemoteStorage.from_uri(source)
             self.fs, self.root = remote.fs, remote.root
-        head = self.root.partition("*")[0]
-        self.is_glob = head != self.root
-        self.folder = head.rpartition("/")[0] if self.is_glob else self.root  # that is searched; or the file
+        self.folder = searched(self.root)  # or the file
+        self.is_glob = self.folder != self.root
 
     def list(self) -> list[tuple[str, int]]:
         """(path, bytes) of every file of a kind that can be read, sorted by path. Raises DataError if there is none."""
@@ -111,10 +109,8 @@ class SourceFiles:
                 f"data.source={self.source}: there is no {self.folder}; give a file, folder, glob or URI that is there"
             )
         paths = [(self._path(each), each.size) for each in found if each.type == FileType.File]
-        named = glob.escape(self.folder) + self.root[len(self.folder) :]
-        files = sorted(
-            (path, size) for path, size in paths if kind_of(path) and (not self.is_glob or fnmatch.fnmatch(path, named))
-        )
+        is_named = named_by(self.root)
+        files = sorted((path, size) for path, size in paths if kind_of(path) and is_named(path))
         if not files:
             kinds = " ".join(f"*{suffix}" for suffix in SUFFIXES)
             raise DataError(f"data.source={self.source} names no file of a kind that can be read: {kinds} (also .gz)")
