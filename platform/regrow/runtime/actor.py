@@ -378,7 +378,7 @@ def start_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], obj
     return actor
 
 
-def _mistake(error: ray.exceptions.ActorDiedError, folder: Storage) -> str:
+def _mistake(error: Exception, folder: Storage) -> str:
     """What ended an actor's start that a user can mend, a line; empty for anything else.
 
     Of the exception, Ray hands on the traceback's text alone.
