@@ -31,7 +31,7 @@ from regrow.data.prepare.spool import Spool
 from regrow.data.prepare.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import ShardReader, verify
-from regrow.errors import DataError
+from regrow.errors import DataError, UnseenError
 from regrow.storage import Storage
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -65,6 +65,52 @@ def test_a_name_that_is_no_utf_8_is_passed_over_or_named(tmp_path: Path) -> None
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).touch()
     with pytest.raises(DataError, match=r"caf\\xe9\.txt is no UTF-8; rename it"):
         SourceFiles(str(tmp_path)).list()
+
+
+def names_in(source: Path | str) -> list[str]:
+    files = SourceFiles(str(source))
+    names = [files.name(path) for path, _ in files.list()]
+    assert [files.read(name) for name in names] == [Path(path).read_bytes() for path, _ in files.list()]
+    return names
+
+
+def test_a_file_that_links_name_too_is_there_once(tmp_path: Path) -> None:
+    """Before, it was there by each name, and links in a circle made of it as many as the system's limit allows."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "d.txt").write_text("text")
+    (tmp_path / "latest").symlink_to("a")
+    assert names_in(tmp_path) == ["a/d.txt"]
+    (tmp_path / "a" / "up").symlink_to("..")
+    (tmp_path / "a" / "e.txt").symlink_to("d.txt")
+    assert names_in(tmp_path) == ["a/d.txt"]
+    assert names_in(f"{tmp_path}/lat*/d.txt") == ["latest/d.txt"], "though a comes first"
+    assert names_in(f"{tmp_path}/*/d.txt") == ["a/d.txt"]
+    assert names_in(tmp_path / "latest") == ["d.txt"]
+
+
+def test_linked_folders_and_files_elsewhere_are_read_as_in_the_hubs_cache(tmp_path: Path) -> None:
+    for name in ("blobs", "more", "source/snapshots/1", "source/snapshots/2"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("blobs/123", "blobs/456", "more/c.txt"):
+        (tmp_path / name).write_text(name)
+    for revision, names in {"1": ["a.txt", "b.txt"], "2": ["a.txt"]}.items():
+        for name, blob in zip(names, ["123", "456"], strict=False):
+            (tmp_path / "source" / "snapshots" / revision / name).symlink_to(tmp_path / "blobs" / blob)
+    (tmp_path / "source" / "more").symlink_to(tmp_path / "more")
+    assert names_in(tmp_path / "source") == ["more/c.txt", "snapshots/1/a.txt", "snapshots/1/b.txt"]
+    assert names_in(tmp_path / "source" / "snapshots" / "2") == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["b.txt", "2024"])
+def test_a_link_to_nothing_is_named(name: str, tmp_path: Path) -> None:
+    """Before, what it should lead to was missing in silence, as all of a folder that is not mounted."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / name).symlink_to("/of/another/host")
+    for passed_over in (".#a.txt", "image.png", "circle.png"):
+        (tmp_path / passed_over).symlink_to("circle.png")
+    with pytest.raises(UnseenError, match=rf"/{name} is a link to /of/another/host, which is not there; mend or"):
+        SourceFiles(str(tmp_path)).list()
+    assert names_in(f"{tmp_path}/a*.txt") == ["a.txt"]
 
 
 def texts_of(folder: Path) -> list[str]:

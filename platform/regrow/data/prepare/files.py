@@ -9,6 +9,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piece, Skipped
-from regrow.data.prepare.listing import named_by, searched
+from regrow.data.prepare.listing import local_files, named_by, searched
 from regrow.data.sized_file import SizedFile
 from regrow.errors import DataError, RegrowError, UnseenError, first_line
 from regrow.storage import RemoteStorage, in_threads, is_remote
@@ -92,15 +93,16 @@ class SourceFiles:
         self.is_glob = self.folder != self.root
 
     def list(self) -> list[tuple[str, int]]:
-        """(path, bytes) of every file of a kind that can be read, sorted by path. Raises DataError if there is none."""
+        """(path, bytes) of every file of a kind that can be read, sorted by path. Raises DataError if there is none.
+
+        A file of a local file system that links name too is there once, by the first of its paths.
+        """
         try:
             info = patiently(lambda: self.fs.get_file_info(self.folder))
-            if info.type == FileType.File:
-                found = [info]
-            elif info.type == FileType.Directory:
-                found = patiently(lambda: self.fs.get_file_info(FileSelector(self.folder, recursive=True)))
+            if info.type == FileType.Directory and isinstance(self.fs, LocalFileSystem):
+                files = patiently(lambda: sorted(self._in_local_folder()))
             else:
-                found = []
+                files = patiently(lambda: sorted(self._found(info)))
         except OSError as error:
             raise UnseenError(f"data.source={self.source} cannot be listed: {first_line(error)}") from error
         if info.type == FileType.NotFound:
@@ -108,23 +110,35 @@ class SourceFiles:
             raise missing(
                 f"data.source={self.source}: there is no {self.folder}; give a file, folder, glob or URI that is there"
             )
-        paths = [(self._path(each), each.size) for each in found if each.type == FileType.File]
-        is_named = named_by(self.root)
-        files = sorted((path, size) for path, size in paths if kind_of(path) and is_named(path))
         if not files:
             kinds = " ".join(f"*{suffix}" for suffix in SUFFIXES)
             raise DataError(f"data.source={self.source} names no file of a kind that can be read: {kinds} (also .gz)")
         return files
 
-    def _path(self, info: Any) -> str:
-        """Raises DataError where a file that can be read has a name that cannot stand in a manifest, JSON."""
-        try:
-            return str(info.path)
-        except UnicodeDecodeError as error:
-            path = bytes(error.object).decode(errors="backslashreplace")
-            if kind_of(path):
-                raise DataError(f"data.source={self.source}: the name of {path} is no UTF-8; rename it") from error
-            return path
+    def _found(self, info: Any) -> Iterator[tuple[str, int]]:
+        is_folder, is_named = info.type == FileType.Directory, named_by(self.root)
+        for each in self.fs.get_file_info(FileSelector(self.folder, recursive=True)) if is_folder else [info]:
+            if each.type == FileType.File and kind_of(each.path) and is_named(each.path):
+                yield each.path, each.size
+
+    def _in_local_folder(self) -> Iterator[tuple[str, int]]:
+        """Raises DataError where a file has a name that cannot stand in a manifest, JSON, or is a link to nothing."""
+        is_named, sizes = named_by(self.root), dict[str, tuple[str, int]]()
+        for path, place in sorted(local_files(self.folder, by_each_path=self.is_glob), key=lambda each: each[0]):
+            is_lost_folder = place is None and not self.is_glob and "." not in Path(path).name  # most likely
+            if not (kind_of(path) and is_named(path)) and not is_lost_folder:
+                continue
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            if place is None:
+                raise UnseenError(
+                    f"data.source={self.source}: {shown} is a link to {os.readlink(path)}, which is not there; mend or "
+                    "remove it, or give a glob without it"
+                )
+            if shown != path:
+                raise DataError(f"data.source={self.source}: the name of {shown} is no UTF-8; rename it")
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                sizes.setdefault(place, (path, os.stat(place).st_size))
+        yield from sizes.values()
 
     def name(self, path: str) -> str:
         """A file's name relative to the source: the same wherever the source is mounted."""
