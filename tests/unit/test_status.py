@@ -23,7 +23,7 @@ from regrow.record.events import Cause, Generation, Submitted
 from regrow.record.history import History
 from regrow.record.lock import LOCK_FILE, is_held, lock_run
 from regrow.record.log import METRIC_KEYS, RANKS, LogReader, RunLog, encode, read_metrics
-from regrow.record.run_folder import read_node_snapshots, read_ranks, read_status
+from regrow.record.run_folder import read_node_snapshots, read_ranks, read_status, why_unwritable
 from regrow.record.status import State, Status, status_of
 from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
@@ -248,6 +248,46 @@ def test_a_run_whose_last_step_is_old_is_never_shown_as_training(lock: bool | No
     assert "training" not in text
     assert "(1 min 1 s)" in text
     assert "2023-11-14 22:13:50 UTC" in text
+
+
+@pytest.mark.parametrize("lock", [None, True])
+def test_a_run_whose_folder_takes_no_writes_is_not_stalled(lock: bool | None) -> None:
+    assert status(ROWS, STARTED, 30 + 59, lock, refusal="no room").state is State.training
+    said = "the run folder takes no writes (no room): the job may well train; its own output says"
+    for events, at in ((STARTED, 30 + 61), ([*STARTED, FAILURE], 31 + 601), ([submitted(0)], 601)):
+        found = status(ROWS if events[1:] else [], events, at, lock, refusal="no room")
+        assert (found.state, found.since, found.detail) == (State.silent, found.heard_at, said)
+    assert status(ROWS, STARTED, 30 + 61, False, refusal="no room").state is State.gone
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"f_bavail": 200}, "no room"),
+        ({"f_favail": 0}, "no room"),
+        ({"f_favail": 0, "f_files": 0}, ""),  # a file system that does not count them
+        ({"f_bavail": 0, "f_blocks": 0, "f_favail": 0, "f_files": 0}, ""),
+        ({"f_flag": os.ST_RDONLY}, "it is read-only"),
+    ],
+)
+def test_a_full_or_read_only_folder_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int], said: str
+) -> None:
+    here, elsewhere = Submitted(host=socket.gethostname()), Submitted(host="elsewhere")
+    storage = write(tmp_path / "mine", ROWS, [STARTED[0] | {"host": here.host}, STARTED[1]])
+    lock = lock_run(storage)
+    room = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 1000, "f_bfree": 500, "f_bavail": 500, "f_files": 100}
+    room |= {"f_ffree": 50, "f_favail": 50, "f_flag": 0, "f_namemax": 255}
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((room | changed).values()))
+    assert why_unwritable(storage, here) == said
+    found = read_status(storage, T0 + 30 + 61)
+    assert (found.state, said in found.detail) == (State.silent if said else State.stalled, True)
+    if "f_flag" in changed:  # as it is mounted on a machine that looks
+        assert why_unwritable(storage, elsewhere) == ""
+    assert why_unwritable(Storage.at("memory://nothing"), None) == ""
+    assert lock is not None
+    lock.close()
 
 
 def test_slow_steps_are_not_silence() -> None:

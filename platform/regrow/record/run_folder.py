@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -21,6 +23,7 @@ from regrow.record.status import Status, status_of
 from regrow.storage import Storage
 
 RUN_FILE, CONFIG_FILE, CHECKPOINTS = "run.json", "config.yaml", "checkpoints"
+LEAST_ROOM = 1 << 20  # bytes: a full file system seldom says 0, and a line of the logs may have as many
 DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per_group", "window_steps", "mixture")
 
 
@@ -82,7 +85,7 @@ def read_status(storage: Storage, now: float | None = None) -> Status:
     """
     config = run_config(storage)
     history = History.of_logs(read_metrics(storage, tail=True), read_events(storage))
-    report = None
+    newest, report = history.newest(Submitted), None
     with contextlib.suppress(OSError, ValueError):
         report = json.loads(storage.read_bytes("report.json"))
     return status_of(
@@ -90,10 +93,30 @@ def read_status(storage: Storage, now: float | None = None) -> Status:
         folder=str(storage),
         config=config,
         now=time.time() if now is None else now,
-        held=is_held(storage, history.newest(Submitted)),
+        held=is_held(storage, newest),
+        refusal=why_unwritable(storage, newest),
         report=report if isinstance(report, dict) else None,
         ranks=read_ranks(storage, begun_at(history)),
     )
+
+
+def why_unwritable(storage: Storage, submitted: Submitted | None) -> str:
+    """Why a folder takes no writes; empty where it does, as far as can be seen.
+
+    That it is read-only says something only on the machine of the newest submission: another one may look through a
+    mount that is.
+    """
+    if not storage.is_local:
+        return ""
+    try:
+        found = os.statvfs(storage.local_path)
+    except OSError:
+        return ""
+    bytes_left = found.f_bavail * found.f_frsize
+    if (found.f_blocks and bytes_left < LEAST_ROOM) or (found.f_files and not found.f_favail):  # all 0: it does not say
+        return "no room"
+    is_here = submitted is not None and submitted.host == socket.gethostname()
+    return "it is read-only" if is_here and found.f_flag & os.ST_RDONLY else ""
 
 
 def begun_at(history: History) -> float:

@@ -1,7 +1,7 @@
 """What a run does now, as data: made of the newest lines of its logs. Pure. See docs/watching.md.
 
 A run that stopped writing is never taken for one that trains: `silent` says since when nothing was heard of it, `gone`
-that its processes are gone, `stalled` that they are there and no step comes.
+that its processes are gone, `stalled` that they are there and no step comes, though it would be heard of one.
 """
 
 import itertools
@@ -40,6 +40,7 @@ from regrow.storage import split_location
 
 START_SILENCE_S = 600.0  # while a group starts or forms, which writes nothing: nodes may have to come first
 GONE_S = 15.0  # without a word and with the run's lock free: long enough to start the coordinator anew
+UNWRITTEN = "the run folder takes no writes ({}): the job may well train; its own output says"
 SHOWN = 5  # commits and interruptions
 SPEED_ROWS, PACE_ROWS = 50, 200  # newest rows, of one generation, that the speed and the time left are taken from
 STOPPED = {"interrupted": "it was asked to", "stop_at_step": "at train.stop_at_step"}
@@ -170,20 +171,22 @@ def status_of(
     config: Mapping[str, Any],
     now: float,
     held: bool | None = None,
+    refusal: str = "",
     report: Mapping[str, Any] | None = None,
     ranks: Sequence[Mapping[str, Any]] = (),
 ) -> Status:
     """The status of a run.
 
     Of the history's rows the newest are enough, its events must be all. `held`: whether a process holds the run's
-    lock, None where that cannot be known. `report` is the newest report.json, `ranks` those of the newest ranks.json.
+    lock, None where that cannot be known. `refusal`: why the run folder takes no writes, empty where it does.
+    `report` is the newest report.json, `ranks` those of the newest ranks.json.
     """
     group, train, cluster = (_group(config, name) for name in ("run", "train", "cluster"))
     rows, submitted = list(history.rows), history.of(Submitted)
     newest, last = history.newest(Generation), rows[-1] if rows else {}
     heard_at = max([*(row["time"] for row in rows[-1:]), *(e.time for e in history.events[-1:])], default=None)
     pace_s = _pace(rows)
-    state, since, detail = _state(history, now, pace_s=pace_s, heard_at=heard_at, held=held)
+    state, since, detail = _state(history, now, pace_s=pace_s, heard_at=heard_at, held=held, refusal=refusal)
     goodput, goodput_as_of = _goodput(report, submitted)
     scored = [event for event in history.of(Validation) if is_number(event.loss)]
     status = Status(
@@ -229,7 +232,13 @@ def status_of(
 
 
 def _state(
-    history: History, now: float, *, pace_s: float | None, heard_at: float | None, held: bool | None
+    history: History,
+    now: float,
+    *,
+    pace_s: float | None,
+    heard_at: float | None,
+    held: bool | None,
+    refusal: str,
 ) -> tuple[State, float | None, str]:
     """What the run does, since when, and a word on it."""
     if heard_at is None:
@@ -257,6 +266,8 @@ def _state(
     before = f"it was {state.value}" + (f": {detail}" if detail else "")
     if held is False and quiet_s > GONE_S:
         return State.gone, heard_at, f"{before}; then the job ended without a word"
+    if quiet_s > patience_s and refusal:
+        return State.silent, heard_at, UNWRITTEN.format(refusal)
     if quiet_s > patience_s and not held:
         return State.silent, heard_at, before
     if state is State.training and now - (alive_at := _alive_at(history, formed)) > patience_s:
