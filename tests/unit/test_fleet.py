@@ -203,7 +203,7 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
         (folder / f"step-0000000{number}").write_bytes("COMMIT", b"{}")
     monkeypatch.setattr(
         "regrow.state.disk.catalog.open_checkpoint",
-        lambda folder, step, with_files: SimpleNamespace(files=(), generation=1, layout=None, step=step),
+        lambda folder, step, run_id, with_files: SimpleNamespace(files=(), generation=1, layout=None, step=step),
     )
 
     def refuse(path: Path) -> None:
