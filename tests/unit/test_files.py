@@ -101,6 +101,19 @@ def test_linked_folders_and_files_elsewhere_are_read_as_in_the_hubs_cache(tmp_pa
     assert names_in(tmp_path / "source" / "snapshots" / "2") == ["a.txt"]
 
 
+def test_a_folder_may_have_a_file_of_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, such a file was taken for the folder, and could not be opened."""
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.001)
+    (tmp_path / "x.txt" / "y" / "x.txt" / "y").mkdir(parents=True)
+    (tmp_path / "x.txt" / "x.txt").mkdir()
+    for name in ("y/x.txt/y/x.txt", "x.txt/x.txt", "y/a.txt"):
+        (tmp_path / "x.txt" / name).write_text(name)
+    assert names_in(tmp_path / "x.txt") == ["x.txt/x.txt", "y/a.txt", "y/x.txt/y/x.txt"]
+    assert names_in(tmp_path / "x.txt" / "x.txt") == ["x.txt"]
+    assert names_in(tmp_path / "x.txt" / "x.txt" / "x.txt") == ["x.txt"]
+    assert names_in(tmp_path / "x.txt" / "y" / "x.txt") == ["y/x.txt"]
+
+
 @pytest.mark.parametrize("name", ["b.txt", "2024"])
 def test_a_link_to_nothing_is_named(name: str, tmp_path: Path) -> None:
     """Before, what it should lead to was missing in silence, as all of a folder that is not mounted."""

@@ -146,7 +146,11 @@ class SourceFiles:
         return path.removeprefix(folder).lstrip("/")
 
     def path(self, name: str) -> str:
-        return self.root if not self.is_glob and self.root.endswith("/" + name) else f"{self.folder}/{name}"
+        """Asks the file system, whose OSError it raises, where a file may be the source itself or one of its name."""
+        below = f"{self.folder}/{name}"
+        if self.is_glob or not self.root.endswith(f"/{name}"):
+            return below
+        return below if self.fs.get_file_info(self.root).type == FileType.Directory else self.root
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """A range of a file's bytes, fewer where it ends. Raises OSError for storage that goes on failing."""
