@@ -108,6 +108,7 @@ class Node:
     heard: tuple[int, Version, Version] = (-1, NEVER, NEVER)  # number of the message, what is committed, what is pinned
     kept: tuple[Version, ...] = ()
     peers: tuple[str, ...] = ()
+    place: int = -1  # number of the message
 
     @property
     def held(self) -> list[Shard]:
@@ -514,11 +515,13 @@ class World:
 
     def _do_SendPlaces(self, command: c.SendPlaces) -> None:
         for name, place in command.places.items():
-            self.after(self.soon(), lambda name=name, place=place: self._take_place(name, place))  # type: ignore[misc]
+            take = lambda name=name, place=place: self._take_place(name, command.number, place)  # noqa: E731
+            self.after(self.soon(), take)
 
-    def _take_place(self, name: str, place: c.Place) -> None:
+    def _take_place(self, name: str, number: int, place: c.Place) -> None:
         node = self.nodes[name]
-        if node.alive and node.up:
+        if node.alive and node.up and number > node.place:
+            node.place = number
             node.peers = tuple(peer.node for peer in place.peers)
             for slot, shard in enumerate(node.slots):
                 if shard is not None and shard.moment > node.heard[1]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -395,6 +396,28 @@ def test_a_generation_is_over_while_memory_of_those_before_is_given_back(
         assert committing[0].is_alive()
         go_on.set()
         committing[0].join()
+
+
+def test_a_place_that_comes_after_the_next_one_is_not_taken(tmp_path: Path) -> None:
+    """Calls of a keeper run side by side: copies went to the peers of before, and their reports counted for none."""
+    with cluster(tmp_path, 3) as nodes:
+        reports, keeper = list[SnapshotAck](), Keeper.__new__(Keeper)  # not an actor
+        keeper.lock, keeper.placing, keeper.place = threading.Lock(), threading.Lock(), Place()
+        keeper.keeper, keeper.reports, keeper.passed_on = nodes[0].keeper, {}, Version()
+        keeper.coordinator = SimpleNamespace(snapshots_sealed=SimpleNamespace(remote=reports.extend))
+        nodes[0].keeper.report = lambda sealed: keeper.relay([sealed])
+        before, after = (Place((Peer(node.keeper.node, node.keeper.address),)) for node in nodes[1:])
+        keeper.take_place(replace(after, number=7))
+        keeper.take_place(replace(before, number=6))
+        entries = entries_of(0, 1)
+        writer = Snapshots(nodes[0].keeper.folder, entries, coordinates=ALONE, run_id=RUN, generation=1)
+        step_to(5, [writer], [entries])
+        wait_until(lambda: reports)
+        keeper.take_place(replace(after, number=8))  # as what is not committed is to be reported again
+        assert [report.peers for report in reports] == [("node-2",)] * 2
+        keeper.take_place(replace(before, number=9))
+        wait_until(lambda: reports[2:])
+        assert reports[2].peers == ("node-1",)
 
 
 def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:

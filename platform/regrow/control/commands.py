@@ -128,6 +128,7 @@ class Place:
 
 @dataclass(frozen=True)
 class SendPlaces:
+    number: int  # messages may overtake one another
     places: Mapping[str, Place]
 
 

@@ -100,7 +100,7 @@ class Snapshots:
         self.keepers.links.begin()
         self.keepers.begin(nodes)
         self.commits.begin(generation, start_step, self.keepers.peers)
-        self._out.append(SendPlaces(self.keepers.places()))
+        self._tell_places()
         self.checkpoints.began(start_step, now)
 
     def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
@@ -151,7 +151,7 @@ class Snapshots:
             self._send_places()
             self._announce()
         elif event.restarted and event.node in {*self.keepers.peers, *self.keepers.outside}:
-            self._out.append(SendPlaces(self.keepers.places()))
+            self._tell_places()
             self._announce()
 
     def keepers_found(self, event: KeepersFound, now: float) -> None:
@@ -230,7 +230,11 @@ class Snapshots:
     def _send_places(self) -> None:
         """What is not committed is reported again."""
         self.commits.replan(self.keepers.peers)
-        self._out.append(SendPlaces(self.keepers.places()))
+        self._tell_places()
+
+    def _tell_places(self) -> None:
+        self._message += 1
+        self._out.append(SendPlaces(self._message, self.keepers.places()))
 
     def _look_for_silent_keepers(self, now: float) -> None:
         """Nodes do not report what others have: they are asked themselves, and those with their copies; after a while

@@ -144,7 +144,8 @@ class Fleet:
         for node, place in command.places.items():
             leader = self._known[place.leader][0].handle if place.leader else None
             members = tuple(client.handle for client in self._clients(place.members))
-            self._known[node][0].take_place(Place(place.peers, leader, members, place.num_nodes))
+            mine = Place(place.peers, leader, members, place.num_nodes, command.number)
+            self._known[node][0].take_place(mine)
 
     def announce(self, command: Announce) -> None:
         for client in self._clients(command.nodes):

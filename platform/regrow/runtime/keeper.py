@@ -99,18 +99,13 @@ class Place:
     leader: Any = None  # the keeper that speaks for this one; None: it speaks for itself
     members: tuple[Any, ...] = ()  # those that this one speaks for
     num_nodes: int = 1  # itself, its members, theirs and so on
+    number: int = 0  # of the coordinator's message: an older one may come later, and counts for nothing
 
 
 class Keeper(Speaking, Writing):
     """The actor. Starts its node's keeper in `folder`, or takes up what an earlier one left there."""
 
-    def __init__(
-        self,
-        run_id: str,
-        node: str,
-        folder: str,
-        settings: KeeperSettings,
-    ) -> None:
+    def __init__(self, run_id: str, node: str, folder: str, settings: KeeperSettings) -> None:
         allow_descriptors()
         self.run_id, self.node_id, self.settings = run_id, node, settings
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
@@ -119,7 +114,7 @@ class Keeper(Speaking, Writing):
         self.object_store_bytes = _object_store_bytes(node, self.folder)
         self.keeper: KeeperNode | None = None
         self.me = ray.get_runtime_context().current_actor
-        self.lock = threading.Lock()
+        self.lock, self.placing = threading.Lock(), threading.Lock()
         self.word = ControlWord()
         self.coordinator: Any = None
         self.place, self._own = Place(), Own()
@@ -184,10 +179,12 @@ class Keeper(Speaking, Writing):
         return self._keeper.secret
 
     def take_place(self, place: Place) -> None:
-        """A generation begins."""
-        with self.lock:
-            self.place = place
-        self._keeper.set_peers(place.peers)
+        """A generation begins, or others hold copies from here on."""
+        with self.placing:  # not `lock`, which `relay` takes: known peers are reported to in here
+            if place.number >= self.place.number:
+                with self.lock:
+                    self.place = place
+                self._keeper.set_peers(place.peers)
 
     def relay(self, reports: Sequence[SnapshotAck]) -> None:
         """Reports of this keeper and of those that it speaks for: passed on once all have reported a step.
