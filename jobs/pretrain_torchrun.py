@@ -27,10 +27,9 @@ from regrow.model.linears import phase_end
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.topology import ranks_of_unit
 from regrow.runtime.hardware.peak import peak_flops
-from regrow.runtime.run_folder import make_storage
-from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, process_group
+from regrow.runtime.run_folder import check_may_start
+from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, on_first_rank_at_length, process_group
 from regrow.show.console import Console
-from regrow.state.collective import on_first_rank
 from regrow.state.entries import Progress
 from regrow.train.build import build_step, loop_settings, meter_of, verified_rows
 from regrow.train.loop import train
@@ -78,7 +77,7 @@ def main(arguments: list[str]) -> None:
     config = pretrain_config(arguments)
     with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
         config = for_this_group(config, device)
-        on_first_rank(partial(make_storage, config))
+        on_first_rank_at_length(partial(check_may_start, config))
         run = TorchrunRun(config, console)
         try:
             while not run.is_over(progress := train_phase(config, run, device)):

@@ -164,6 +164,18 @@ def test_a_run_of_another_user_is_refused_before_anything_starts(
         check_may_start(config(tmp_path))
 
 
+def test_a_run_folder_of_our_own_is_enough_where_the_folder_of_runs_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an administrator makes them, or where the run's is a mount by itself."""
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(StorageError, match=rf"^{tmp_path} is no folder to write to \(.*; set run.storage_path"):
+        check_may_start(config(tmp_path))
+    (tmp_path / "mine").mkdir()
+    check_may_start(config(tmp_path))
+    assert open_run(config(tmp_path), manifest_sha256="aa").resumed_step is None
+
+
 def test_the_folder_of_runs_is_made_and_nothing_in_it(tmp_path: Path) -> None:
     check_may_start(config(tmp_path / "new" / "runs"))
     assert list((tmp_path / "new" / "runs").iterdir()) == []

@@ -36,25 +36,15 @@ class Run:
     resumed_step: int | None  # newest committed step when an existing run goes on; 0: none yet; None: a new run
 
 
-def make_storage(config: PretrainConfig) -> None:
-    """Make the folder that runs are in, where it is a local one. Raises StorageError where it cannot be written to."""
-    if (storage := Storage.at(config.run.storage_path)).is_local:
-        make_folder(storage.local_path, "run.storage_path")
-
-
 def check_may_start(config: PretrainConfig) -> None:
     """Refuse, before anything slow happens, to touch an existing run that this config cannot continue.
 
-    Raises ResumeError, showing the difference where settings that the weights depend on changed, and StorageError as
-    `make_storage`, of the run's own folder too.
+    The folder that runs are in is made, where it is a local one and the run's own is not there. Raises ResumeError,
+    showing the difference where settings that the weights depend on changed, and StorageError where the run's folder
+    cannot be written to, or not be made.
     """
-    make_storage(config)
     folder = run_folder(config)
-    if folder.is_local and folder.local_path.is_dir() and not os.access(folder.local_path, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"run folder {folder} may not be written to by this user; start the run as the user that it belongs to, or "
-            "choose another run.name"
-        )
+    _check_writable(config, folder)
     record = read_record(folder)
     if record is None:
         return
@@ -101,6 +91,18 @@ def find_or_create(config: PretrainConfig, *, manifest_sha256: str) -> Run:
         steps = committed_steps(folder / CHECKPOINTS)
         run = Run(folder, record["run_id"], steps[0] if steps else 0)
     return run
+
+
+def _check_writable(config: PretrainConfig, folder: Storage) -> None:
+    if not folder.is_local:
+        return
+    if not folder.local_path.is_dir():
+        make_folder(Storage.at(config.run.storage_path).local_path, "run.storage_path")
+    elif not os.access(folder.local_path, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"run folder {folder} may not be written to by this user; start the run as the user that it belongs to, or "
+            "choose another run.name"
+        )
 
 
 def _refuse_changes(config: PretrainConfig, old: dict[str, Any], new: dict[str, Any]) -> None:
