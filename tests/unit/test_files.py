@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +25,8 @@ from hypothesis import strategies as st
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare import files
-from regrow.data.prepare.documents import Document, Piece, Skipped, load_recipe
-from regrow.data.prepare.files import SourceFiles, cut_files, json_lines
+from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Skipped, load_recipe
+from regrow.data.prepare.files import SourceFiles, cut_files, json_lines, plain_text
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.spool import Spool
 from regrow.data.prepare.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
@@ -199,17 +200,68 @@ def test_gzip_and_json_lines_and_text_files_are_read_and_what_is_wrong_in_them_i
 
 
 @settings(max_examples=60)
-@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=12), st.integers(1, 40), st.booleans())
-def test_json_lines_are_the_same_however_the_file_is_cut(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int, ends: bool
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=12),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_json_lines_are_the_same_however_the_file_is_cut_and_read(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int, read_ahead: int, ends: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("jsonl")
     data = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode() + b"\n" * ends
     (folder / "a.jsonl").write_bytes(data)
     source = SourceFiles(str(folder))
     bounds = [*range(0, len(data), size), len(data)]
-    got = [value for a, b in itertools.pairwise(bounds) for value in json_lines(source, Piece("a.jsonl", a, b))]
-    assert got == [{"text": text} for text in texts]
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(data[:size]) + gzip.compress(data[size:]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(files, "READ_AHEAD_BYTES", read_ahead)
+        got = [value for a, b in itertools.pairwise(bounds) for value in json_lines(source, Piece("a.jsonl", a, b))]
+        unpacked = list(json_lines(source, Piece("b.jsonl.gz")))
+    assert got == unpacked == [{"text": text} for text in texts]
+
+
+def test_a_gzip_is_not_held_whole(tmp_path: Path) -> None:
+    """Before, it was held twice over, packed and unpacked, for its first document too."""
+    line = json.dumps({"text": "one two three " * 1000}).encode() + b"\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line * 3000, 1))  # 42 MB
+    source, piece = SourceFiles(str(tmp_path)), Piece("a.jsonl.gz")
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in json_lines(source, piece)) == 3000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * files.READ_AHEAD_BYTES
+
+
+def test_the_first_documents_of_a_gzip_are_read_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a sample before a run does."""
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(files, "READ_AHEAD_BYTES", 1000)
+    rng = np.random.default_rng(0)
+    texts = [rng.bytes(300).hex() for _ in range(100)]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps({"text": t}) for t in texts).encode()))
+    Hiccups.failing = staticmethod(lambda name, position: position > 10_000)
+    found = json_lines(SourceFiles(f"hiccups://{tmp_path}"), Piece("a.jsonl.gz"))
+    assert [value["text"] for value in itertools.islice(found, 10)] == texts[:10]
+    with pytest.raises(OSError, match="did not answer in time"):
+        list(found)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+@pytest.mark.parametrize("damage", ["cut short", "empty", "of another kind", "followed by another kind", "flipped"])
+def test_a_gzip_that_is_damaged_anywhere_is_named(name: str, damage: str, tmp_path: Path) -> None:
+    data = gzip.compress(b'{"text": "words"}\n' * 50)
+    flipped = data[:-6] + bytes([data[-6] ^ 1]) + data[-5:]  # its checksum
+    damaged = {"cut short": data[:-9], "empty": b"", "of another kind": b"PK" + data, "flipped": flipped}
+    (tmp_path / name).write_bytes(damaged.get(damage, data + b"PK"))
+    source = SourceFiles(str(tmp_path))
+    with pytest.raises(DamagedPiece, match=r"^not gzip, or cut short: "):
+        list(json_lines(source, Piece(name))) if "jsonl" in name else plain_text(source, Piece(name))
 
 
 def test_filters_leave_out_what_fails_them_or_has_no_value(tmp_path: Path, tokenizer: str) -> None:

@@ -30,6 +30,7 @@ from regrow.storage import RemoteStorage, in_threads, is_remote
 
 PIECE_BYTES = 64 << 20  # of text
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
+READ_AHEAD_BYTES = 4 << 20  # of a file that is read bit by bit
 RETRIES, FIRST_WAIT_S = 5, 0.5  # of storage that fails: 0.5 + 1 + 2 + 4 + 8 s
 EMPTY, INVALID = "empty", "invalid UTF-8"
 
@@ -64,6 +65,11 @@ class _PatientFile(SizedFile):
         data = self._fetch(read_range)
         self._position = end
         return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def _fetch(self, operation: Callable[[Any], Result]) -> Result:
         def once() -> Result:
@@ -176,6 +182,42 @@ class SourceFiles:
     def _open(self, name: str) -> _PatientFile:
         return _PatientFile(lambda: self.fs.open_input_file(self.path(name)))
 
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[io.BufferedIOBase]:
+        """A file to read bit by bit, a `.gz` unpacked: one that cannot be is a DamagedPiece."""
+        try:
+            file = io.BufferedReader(self._open(name), READ_AHEAD_BYTES)
+            if not name.endswith(".gz"):
+                yield file
+            elif not file.peek(1):
+                raise EOFError("no bytes")  # gzip takes them for no text
+            else:
+                yield gzip.GzipFile(fileobj=file)
+        except _Unfetched as error:
+            raise error.error from error
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise DamagedPiece(f"not gzip, or cut short: {first_line(error)}") from error
+
+    def lines(self, piece: Piece) -> Iterator[bytes]:
+        """The lines of a text file that begin in [start, stop), some of them held at a time.
+
+        Raises DamagedPiece for a `.gz` that cannot be unpacked, OSError for storage that goes on failing.
+        """
+        with self._reading(piece.file) as file:
+            if piece.start:
+                # a line that began before the start belongs to the piece before; the last one may end behind the stop
+                file.seek(piece.start - 1)
+                file.readline()
+            while (piece.stop is None or file.tell() < piece.stop) and (line := file.readline()):
+                yield line
+
+    def text(self, name: str) -> bytes:
+        """A text file whole. Raises as `lines`."""
+        if not name.endswith(".gz"):
+            return self.read(name)
+        with self._reading(name) as file:
+            return file.read()
+
 
 def _parsed(parse: Callable[[], Result]) -> Result:
     """Tell what cannot be read, a DamagedPiece, from what a _PatientFile cannot fetch, an OSError."""
@@ -249,23 +291,8 @@ def parquet_rows(files: SourceFiles, piece: Piece, columns: list[str]) -> Iterat
 
 def json_lines(files: SourceFiles, piece: Piece) -> Iterator[dict[str, Any] | Skipped]:
     """The objects of a JSON lines piece: lines that begin in [start, stop). Raises DamagedPiece if no line is JSON."""
-    if piece.file.endswith(".gz"):
-        data = _gunzip(files.read(piece.file))
-    else:
-        # a line that began before the start belongs to the piece before; the last one may end behind the stop
-        begin = max(piece.start - 1, 0)
-        data = files.read(piece.file, begin, piece.stop)
-        if piece.start:
-            data = data[data.find(b"\n") + 1 :] if b"\n" in data else b""
-        end = piece.stop
-        while end is not None and data and not data.endswith(b"\n"):
-            more = files.read(piece.file, end, end + (1 << 20))
-            if not more:
-                break
-            line, newline, _ = more.partition(b"\n")
-            data, end = data + line + newline, end + len(more)
     num_lines = num_parsed = 0
-    for line in io.BytesIO(data):
+    for line in files.lines(piece):
         if not line.strip():
             continue
         num_lines += 1
@@ -285,9 +312,9 @@ def json_lines(files: SourceFiles, piece: Piece) -> Iterator[dict[str, Any] | Sk
 
 def plain_text(files: SourceFiles, piece: Piece) -> str | Skipped:
     """A text file whole."""
-    data = files.read(piece.file)
+    data = files.text(piece.file)
     try:
-        return (_gunzip(data) if piece.file.endswith(".gz") else data).decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         return Skipped(INVALID)
 
@@ -382,12 +409,3 @@ def _text(value: Any) -> Any:
         return value.as_py()
     except UnicodeDecodeError:
         return value.as_buffer().to_pybytes()
-
-
-def _gunzip(data: bytes) -> bytes:
-    try:
-        if not data:
-            raise EOFError("no bytes")  # gzip takes them for no text
-        return gzip.decompress(data)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DamagedPiece(f"not gzip, or cut short: {first_line(error)}") from error
