@@ -11,11 +11,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from ray.job_submission import JobStatus
 
 from regrow.errors import ClusterError, RegrowError
 from regrow.record import log as run_log
@@ -27,6 +30,7 @@ from regrow.record.run_folder import read_node_snapshots, read_ranks, read_statu
 from regrow.record.status import State, Status, status_of
 from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
+from regrow.submit import job_status
 from regrow.submit.job_status import _newest, is_here, on_kubernetes, on_ray, use_token
 from support import stand_in_kubectl
 from support.stand_in_kubectl import STATE, store
@@ -701,6 +705,55 @@ def test_a_job_of_kubernetes_is_asked_through_its_head(kubernetes: Path) -> None
         )
 
 
+class Job:
+    """A job as Ray's client lists it."""
+
+    def __init__(self, entrypoint: str, started: int, status: JobStatus = JobStatus.RUNNING) -> None:
+        self.entrypoint, self.start_time, self.submission_id = entrypoint, started, f"job-{started}"
+        self.status, self.end_time, self.metadata, self.message = status, None, None, None
+
+
+FAILED = [*STARTED, event("stopped", 31, step=10, reason="failed", detail="three groups in a row ended")]
+BEFORE = "the attempt before it: failed: three groups in a row ended"
+
+
+def test_what_the_attempt_before_left_is_not_what_a_job_of_kubernetes_does_now(kubernetes: Path) -> None:
+    storage = write(kubernetes / "mine", ROWS, FAILED)
+    labels = {"ray.io/cluster": "mine-c2", "ray.io/node-type": "head"}
+    store(kubernetes, "pods", "head-2", {"metadata": {"name": "head-2", "labels": labels}})
+    look = on_kubernetes("mine", namespace="pretrain", context=None)
+
+    def of_attempt_that_began(at: float, **status: Any) -> Status:
+        began = datetime.fromtimestamp(T0 + at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        has_job(kubernetes, kubernetes, rayClusterName="mine-c2", startTime=began, **status)
+        return look()
+
+    alive = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
+    found = of_attempt_that_began(90, **alive)
+    assert (found.state, found.since, found.detail) == (State.starting, T0 + 90, BEFORE)
+    assert (found.step, found.eta_s, found.job[0]) == (10, None, "Running (RUNNING)")
+    assert of_attempt_that_began(0, **alive).state is State.failed  # it wrote that itself
+    assert of_attempt_that_began(90, jobDeploymentStatus="Failed", jobStatus="FAILED").state is State.failed
+    storage.write_bytes("events.jsonl", b"".join(map(encode, STARTED)))  # its head is gone, and said nothing
+    found = of_attempt_that_began(90, **alive)
+    assert (found.state, found.detail) == (State.starting, "the attempt before it: silent: it was training")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_what_the_attempt_before_left_is_not_what_a_job_of_ray_does_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    entrypoint = f"python -m jobs.pretrain run.name=mine run.storage_path={tmp_path}"
+    client = SimpleNamespace(
+        list_jobs=lambda: [Job(entrypoint, int(T0 + 90) * 1000, JobStatus.RUNNING if alive else JobStatus.FAILED)]
+    )
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: client)
+    storage = write(tmp_path / "mine", ROWS, FAILED)
+    monkeypatch.setattr(job_status, "_ask", lambda client, job, folder: read_status(storage).to_json())
+    found = on_ray("http://head:8265", run=None)()
+    assert (found.state, found.detail == BEFORE) == (State.starting if alive else State.failed, alive)
+
+
 def test_what_kubernetes_knows_is_said_without_a_way_to_the_bucket(
     kubernetes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -757,13 +810,6 @@ def test_a_job_that_trains_nothing_or_has_other_settings_is_one_line(kubernetes:
         with pytest.raises(ClusterError, match=words) as caught:
             look()
         assert "\n" not in str(caught.value)
-
-
-class Job:
-    """A job as Ray's client lists it."""
-
-    def __init__(self, entrypoint: str, started: int) -> None:
-        self.entrypoint, self.start_time, self.submission_id = entrypoint, started, f"job-{started}"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from regrow.show.units import when
 from regrow.storage import Storage, join_location
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay, head_of
+from regrow.submit.reasons import unix
 
 PRETRAIN = ("jobs.pretrain", "jobs/pretrain.py")  # as a command names it; the second, where Ray did not start it
 ANSWER_S, POLL_S = 180.0, 0.5  # for a small job on a Ray cluster, the first of which takes the checkout there
@@ -56,6 +57,8 @@ def on_kubernetes(name: str, *, namespace: str, context: str | None) -> Look:
             except ClusterError as error:
                 why = str(error)
             else:
+                if not over:
+                    read = _of_attempt(read, unix(status.get("startTime"), 0.0))
                 known = not over or read.state in (State.finished, State.stopped, State.failed)
                 return replace(read, job=lines, state=read.state if known else ended)
         if over:
@@ -93,9 +96,10 @@ def on_ray(address: str, *, run: str | None) -> Look:
             if is_here(folder, begun_at, (found.end_time or float("inf")) / 1000):
                 return replace(read_status(Storage.at(folder)), job=lines)
             try:
-                return replace(_parse(_ask(client, found, folder)), job=lines)
+                read = _parse(_ask(client, found, folder))
             except RegrowError as error:
                 return _not_read(name, folder, lines, str(error))
+            return replace(read if found.status.is_terminal() else _of_attempt(read, begun_at), job=lines)
         except (RuntimeError, OSError) as error:  # of Ray's client
             raise ClusterError(f"{address} does not answer: {first_line(error)}") from error
 
@@ -203,6 +207,14 @@ def _parse(text: str) -> Status:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return Status.from_dict(json.loads(line))
     raise ClusterError(f"the run's folder cannot be read over there: {lines[-1] if lines else 'no answer'}")
+
+
+def _of_attempt(read: Status, begun_at: float) -> Status:
+    """The status of an attempt that is alive since then, unix time: where the run was last heard before, it starts."""
+    if read.heard_at is None or read.heard_at >= begun_at - EARLIER_S:
+        return read
+    detail = f"the attempt before it: {read.state.value}" + (f": {read.detail}" if read.detail else "")
+    return replace(read, state=State.starting, since=begun_at, detail=detail, eta_s=None, suspects=[], ranks=[])
 
 
 def _not_read(run: str, folder: str, lines: list[str], error: str) -> Status:
