@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from regrow.config.schema import DataConfig
 from regrow.data.read.corpora import Corpora
 from regrow.data.read.outage import GroupOver, Patience, PatientReader
-from regrow.data.read.range_cache import RangeCache
+from regrow.data.read.range_cache import LOCKS, RangeCache
 from regrow.data.read.shards import ShardReader
 from regrow.data.stream.dataset import task_reader
 from regrow.errors import DataError, UnavailableError
@@ -66,6 +68,53 @@ def test_what_fails_to_be_fetched_is_not_kept_and_a_broken_disk_only_costs_fetch
     with pytest.raises(OSError, match="storage is down"):
         cache.get("a", fail)
     assert cache.get("a", lambda: b"rows") == b"rows"
+
+
+@pytest.mark.parametrize("how", ["a group may write to it", "it is another user's", "it is a link"])
+def test_a_folder_that_another_user_may_have_made_by_the_default_name_is_not_used(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All may make folders in /tmp: links of the locks' names emptied the files that they led to."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder, precious, user = RangeCache.default_folder(), tmp_path / "precious", os.geteuid()
+    precious.write_text("a thesis")
+    made = tmp_path / "elsewhere" if how == "it is a link" else folder
+    made.mkdir(mode=0o700)
+    for number in range(LOCKS):
+        (made / f"lock-{number:02d}").symlink_to(precious)
+    if how == "it is a link":
+        folder.symlink_to(made)
+    elif how == "it is another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    else:
+        made.chmod(0o770)
+    cache = RangeCache(folder, 1 << 20)
+    assert [cache.get("a", lambda: b"rows") for _ in range(2)] == [b"rows"] * 2
+    assert (cache.counts.hits, cache.counts.misses) == (0, 2)
+    assert precious.read_text() == "a thesis"
+    assert size_of(made) == 0
+    (line,) = caplog.messages
+    assert line.endswith("shards are read without it; delete it, or set data.cache_dir")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    shutil.rmtree(made)
+    folder.unlink(missing_ok=True)
+    assert [cache.get("a", lambda: b"rows") for _ in range(2)] == [b"rows"] * 2
+    assert cache.counts.hits == 1
+
+
+def test_a_folder_that_was_named_may_be_a_groups_and_links_in_it_lead_nowhere(tmp_path: Path) -> None:
+    shared, precious = tmp_path / "shared", tmp_path / "precious"
+    precious.write_text("a thesis")
+    shared.mkdir()
+    shared.chmod(0o2775)
+    for number in range(LOCKS):
+        (shared / f"lock-{number:02d}").symlink_to(precious)
+    named = tmp_path / "named"
+    named.symlink_to(shared)
+    cache = RangeCache(named, 1 << 20)
+    assert [cache.get("a", lambda: b"rows") for _ in range(2)] == [b"rows"] * 2
+    assert (cache.counts.hits, cache.counts.misses) == (1, 1)
+    assert precious.read_text() == "a thesis"
 
 
 def _get_slowly(folder: Path, log: Path, barrier: "multiprocessing.synchronize.Barrier") -> None:

@@ -8,8 +8,10 @@ forget a range that turned out damaged.
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from pathlib import Path
 LOCKS = 64  # ranges that a node can be fetching at a time
 SCAN_SHARE = 64  # the folder is measured each time this part of the limit was written
 KEEP_SHARE = 0.9  # of the limit is left by an eviction
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -37,6 +41,7 @@ class RangeCache:
         self.folder, self.limit_bytes = folder, limit_bytes
         self.counts = CacheCounts()
         self._unmeasured = limit_bytes  # bytes written since the folder was measured; measure at the first write
+        self._is_told = False  # that the folder is not used
 
     @staticmethod
     def default_folder() -> Path:
@@ -44,15 +49,15 @@ class RangeCache:
 
     def get(self, key: str, fetch: Callable[[], bytes]) -> bytes:
         """The range that `key` names for ever, from the folder or else from `fetch`, whose errors pass through."""
+        if not self._is_usable():
+            return self._fetched(fetch)
         path = self._path(key)
         data = _read(path)
         if data is None:
             with self._only_one(path):
                 data = _read(path)
                 if data is None:
-                    data = fetch()
-                    self.counts.misses += 1
-                    self.counts.fetched_bytes += len(data)
+                    data = self._fetched(fetch)
                     self._keep(path, data)
                     return data
         self.counts.hits += 1
@@ -64,6 +69,32 @@ class RangeCache:
             with contextlib.suppress(OSError):
                 self._path(key).unlink()
 
+    def _fetched(self, fetch: Callable[[], bytes]) -> bytes:
+        data = fetch()
+        self.counts.misses += 1
+        self.counts.fetched_bytes += len(data)
+        return data
+
+    def _is_usable(self) -> bool:
+        """Whether the folder is there, or is made here.
+
+        A temporary folder lets all users make one by the default name, with links in it to files that are not theirs:
+        it is to be this user's alone. A folder that the configuration names may be a group's; its owner says so.
+        """
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.lstat()
+        except OSError:
+            return False
+        if self.folder != self.default_folder():
+            return True
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if not is_ours and not self._is_told:
+            self._is_told = True
+            found = f"{stat.filemode(status.st_mode)} of user {status.st_uid}"
+            log.warning("%s is %s: shards are read without it; delete it, or set data.cache_dir", self.folder, found)
+        return is_ours
+
     def _path(self, key: str) -> Path:
         name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         return self.folder / name[:2] / name[2:]
@@ -71,11 +102,12 @@ class RangeCache:
     @contextlib.contextmanager
     def _only_one(self, path: Path) -> Iterator[None]:
         """Hold one of the node's locks, by the range's name; do without where the disk does not let us."""
-        lock = self.folder / f"lock-{int(path.name[:8], 16) % LOCKS:02d}"
+        name = self.folder / f"lock-{int(path.name[:8], 16) % LOCKS:02d}"
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                fcntl.flock(stack.enter_context(open(lock, "wb")), fcntl.LOCK_EX)
+                lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _keep(self, path: Path, data: bytes) -> None:
