@@ -38,7 +38,8 @@ from regrow.runtime.cluster import room_for
 
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
-STARTS_AT_ONCE = 32  # workers
+STARTS_AT_ONCE = 32  # workers that come to a group
+FIRST_AT_ONCE = 1024  # workers that a group starts with: a thread each, which waits for its process
 START_S = 60.0  # for a new worker to take up its function
 VIEW_S = 2.0  # between tellings of the whole view: a coordinator that was restarted has forgotten
 FORGET_S = 600.0  # after which a death is not told again
@@ -209,7 +210,7 @@ class InPlaceGroup(WorkerGroup):
     def _create_workers(self, num_workers: int, placement_group: Any, *more: Any, **options: Any) -> list[Any]:
         if not isinstance(placement_group, Places):
             return super()._create_workers(num_workers, placement_group, *more, **options)
-        with ThreadPoolExecutor(STARTS_AT_ONCE) as starting:
+        with ThreadPoolExecutor(FIRST_AT_ONCE) as starting:
             return list(starting.map(lambda place: self._worker_for(place, placement_group), range(num_workers)))
 
     def _worker_for(self, place: int, places: Places) -> Any:
