@@ -1,6 +1,7 @@
 """Preparation as Ray tasks writes the same bytes as in one process, and killed at any time it goes on."""
 
 import logging
+import os
 import random
 import shutil
 import signal
@@ -8,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +19,7 @@ import pytest
 import ray
 
 from regrow.config.schema import DataConfig
+from regrow.data.prepare import distribute
 from regrow.data.prepare import prepare as prepare_module
 from regrow.data.prepare.distribute import on_ray
 from regrow.data.prepare.documents import load_recipe
@@ -86,6 +89,40 @@ def test_ray_tasks_write_the_same_bytes_and_raise_the_same_errors(
 
     with pytest.raises(DataError, match="number 7"):
         list(on_ray(refuse, [7]))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_piece_whose_processes_die_is_made_after_the_others_and_named_in_the_end(
+    config: DataConfig, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it was tried for ever, in silence: as where a node has too little memory for it."""
+    monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
+    monkeypatch.setattr(distribute, "MOST_DEATHS", 2)
+    recipe, deaths = load_recipe(config.recipe), tmp_path / "deaths"
+    made: list[int] = []
+
+    def deadly(function: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
+        def call(number: int) -> Any:
+            if number == 7:
+                with deaths.open("ab") as file:
+                    file.write(b".")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(number)
+
+        return counted(call, numbers)
+
+    def counted(function: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
+        for result in on_ray(function, numbers):
+            made.append(result[0])
+            yield result
+
+    with pytest.raises(DataError, match=r"stopped at 007\.parquet\[0:1\]: 2 processes died of it, or beside it \(the"):
+        prepare(config, recipe, tmp_path / "out", progress=quiet, distribute=deadly)
+    assert deaths.read_bytes() == b".."
+    assert sorted(made) == [number for number in range(NUM_FILES + 1) if number != 7]
+    prepare(config, recipe, tmp_path / "out", progress=quiet, distribute=counted)
+    assert read_files(tmp_path / "out") == expected
+    assert made[NUM_FILES] == 7, "the others are not made again"
 
 
 @pytest.mark.parametrize("num_kills", [4, pytest.param(20, marks=pytest.mark.long)])

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.prepare.assemble import PLAN_FILE, Layout, assemble_shard, building_site, finished_shards, lay_out
+from regrow.data.prepare.assemble import (
+    PLAN_FILE,
+    Layout,
+    assemble_shard,
+    building_site,
+    finished_shards,
+    lay_out,
+    shard_name,
+)
 from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, content_hash, load_recipe
 from regrow.data.prepare.files import SourceFiles, absolute
 from regrow.data.prepare.spool import Spool, Spooled
@@ -53,6 +61,15 @@ CONTENT_KEYS = (
     "min_language_score",
     "max_document_chars",
 )
+
+
+class CallDied(Exception):
+    """A process that made a call of a distributed function died, and so did those that made it again."""
+
+    def __init__(self, number: int, times: int, reason: str) -> None:
+        super().__init__(reason)
+        self.number, self.times = number, times
+
 
 Distribute = Callable[[Callable[[int], Any], Sequence[int]], Iterator[Any]]  # calls it on each; results in any order
 LOOKING, TRAINING = Task("looking at the source"), Task("training the tokenizer")
@@ -304,7 +321,7 @@ def _tokenize(plan: Plan, tokenizer_sha256: str) -> list[Spooled]:
         plan.progress(TOKENIZING, done, total)
     tokenizer = str(plan.folder), tokenizer_sha256
     task = partial(spool_piece, plan.spool, plan.pieces, plan.recipe, plan.config, tokenizer)
-    for index, result in plan.distribute(partial(_numbered, task), todo):
+    for index, result in _distributed(plan, task, todo, lambda index: _span(plan.pieces[index])):
         spooled[index] = result
         done += plan.pieces[index].num_bytes
         plan.progress(TOKENIZING, done, total)
@@ -317,10 +334,24 @@ def _write_shards(plan: Plan, layout: Layout) -> dict[tuple[int, int], Shard]:
     todo = [index for index, name in enumerate(names) if name not in shards]
     plan.progress(WRITING, len(shards), len(names))
     task = partial(make_shard, layout, plan.spool, plan.folder, names)
-    for index, shard in plan.distribute(partial(_numbered, task), todo):
+    for index, shard in _distributed(plan, task, todo, lambda index: shard_name(*names[index])):
         shards[names[index]] = shard
         plan.progress(WRITING, len(shards), len(names))
     return shards
+
+
+def _distributed(
+    plan: Plan, task: Callable[[int], Any], todo: Sequence[int], name: Callable[[int], str]
+) -> Iterator[tuple[int, Any]]:
+    """Each number with what the task makes of it. Raises DataError, with its name, for one that no process survives."""
+    try:
+        yield from plan.distribute(partial(_numbered, task), todo)
+    except CallDied as error:
+        raise DataError(
+            f"preparing {plan.config.recipe} stopped at {name(error.number)}: {error.times} processes died of it, or "
+            f"beside it (the last: {error}); a file that cannot be cut is one task, which holds its tokens in memory: "
+            "make several of it, or give nodes more memory, and run the same command again, it goes on where it stopped"
+        ) from error
 
 
 def _numbered(function: Callable[[int], Any], index: int) -> tuple[int, Any]:
