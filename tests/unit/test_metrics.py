@@ -538,10 +538,13 @@ def test_a_job_that_first_prepared_its_corpus_for_hours_is_late_with_nothing() -
     figures = make_figures([])
     figures.event(event("submitted", time=T0 - hours), T0)
     figures.tick(T0 + 1)
+    restarted = make_figures([event("submitted", time=T0 - hours, logged_at=T0)], T0 + 20)
     assert value(figures, "submitted_timestamp_seconds") == T0 - hours
     assert value(figures, "state_seconds_total", "init") <= 1.0
     for name in ("last_step", "last_checkpoint"):
         assert value(figures, f"{name}_timestamp_seconds") == T0
+        assert value(restarted, f"{name}_timestamp_seconds") == T0
+    assert value(restarted, "submitted_timestamp_seconds") == T0 - hours
     figures.event(generation(1, time=T0 + 60), T0 + 60)
     figures.event(generation(2, cause="worker_died", time=T0 + 90), T0 + 90)
     for name in ("last_step", "last_checkpoint"):

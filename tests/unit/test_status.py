@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -118,6 +119,18 @@ def test_nothing_but_a_submission_is_starting() -> None:
     found = status([], [submitted(0)], 100)
     assert (found.state, found.since, found.eta_s, found.speed) == (State.starting, T0, None, None)
     assert "not known yet" in dict(body(found))["goodput"]
+
+
+def test_a_job_that_first_prepared_its_corpus_was_heard_when_its_first_line_was_written(tmp_path: Path) -> None:
+    """That it was submitted is dated by the command."""
+    storage, begun = Storage.at(tmp_path), time.time()
+    with RunLog(storage) as log:
+        log.event(Submitted(host="elsewhere", time=begun - 3600.0))
+    found = read_status(storage)
+    assert (found.state, found.since, found.submitted_at) == (State.starting, begun - 3600.0, begun - 3600.0)
+    assert found.heard_at is not None
+    assert begun <= found.heard_at <= time.time()
+    assert read_status(storage, begun + 3600.0).state is State.silent
 
 
 def test_nothing_at_all_is_starting_too() -> None:

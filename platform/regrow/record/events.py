@@ -138,6 +138,11 @@ class Event:
         """Whether it is worth a look as long as the group that met it."""
         return isinstance(self, GroupIncident)
 
+    @property
+    def written_at(self) -> float:
+        """When the log took it, unix time, as far as it says."""
+        return self.time
+
 
 EVENTS: dict[str, type[Event]] = {}
 
@@ -192,6 +197,11 @@ class Submitted(Event):
     command: str | None = None  # as it was typed
     geometry: list[str] | None = None  # lines that say how the batch is split
     heard_at: float | None = None  # time of the newest row before it, which the log fills in
+    logged_at: float | None = None  # when the log took it, which that fills in: `time` is the command's
+
+    @property
+    def written_at(self) -> float:
+        return self.logged_at or self.time
 
 
 @dataclass(frozen=True, kw_only=True)

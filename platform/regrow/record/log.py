@@ -135,11 +135,13 @@ class RunLog:
     def event(self, event: Event) -> Event:
         """Append one event, stamped with the time now where it has none, and make it durable; it is returned.
 
-        A `submitted` says when the run was last heard: readers of the log's end do not have the rows before it.
+        A `submitted` says when the run was last heard, as readers of the log's end do not have the rows before it, and
+        when it was written, as its time is its command's, which may have prepared a corpus since.
         """
         stamped = event if event.time else replace(event, time=time.time())
-        if isinstance(stamped, Submitted) and (newest := newest_row(self.storage)):
-            stamped = replace(stamped, heard_at=newest.get("time"))
+        if isinstance(stamped, Submitted):
+            newest = newest_row(self.storage) or {}
+            stamped = replace(stamped, heard_at=newest.get("time"), logged_at=time.time())
         row = stamped.to_row()
         with self._lock:
             self._append(EVENTS, encode(self._lists.shorten(row)), durable=True)

@@ -184,7 +184,7 @@ def status_of(
     group, train, cluster = (_group(config, name) for name in ("run", "train", "cluster"))
     rows, submitted = list(history.rows), history.of(Submitted)
     newest, last = history.newest(Generation), rows[-1] if rows else {}
-    heard_at = max([*(row["time"] for row in rows[-1:]), *(e.time for e in history.events[-1:])], default=None)
+    heard_at = max([*(row["time"] for row in rows[-1:]), *(e.written_at for e in history.events[-1:])], default=None)
     pace_s = _pace(rows)
     state, since, detail = _state(history, now, pace_s=pace_s, heard_at=heard_at, held=held, refusal=refusal)
     goodput, goodput_as_of = _goodput(report, submitted)

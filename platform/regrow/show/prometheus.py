@@ -199,7 +199,7 @@ class Figures:
         self._whole: dict[int, float] = {}  # steps of checkpoints, and when they were committed; 0: before the first
         for event in map(_without_lists, events):
             self._history.on(event)
-            self._see(event, event.time)
+            self._see(event, event.written_at)
         self._history.resume(now)
         if stepped_at > self.values.get(("regrow_last_step_timestamp_seconds", ""), math.inf):
             self._set("regrow_last_step_timestamp_seconds", stepped_at)
