@@ -48,7 +48,9 @@ def main() -> None:
 
 
 def _drain(options: argparse.Namespace) -> int:
-    from regrow.runtime import maintenance as m  # Ray, for which --help need not wait
+    from ray.exceptions import RayError  # for which --help need not wait
+
+    from regrow.runtime import maintenance as m
 
     def tell(what: str, text: str, fields: dict[str, Any]) -> None:
         print(json.dumps({"event": what, **fields, "text": text}) if options.json else text, flush=True)
@@ -70,9 +72,9 @@ def _drain(options: argparse.Namespace) -> int:
                 rolling.give_back(nodes)
             else:
                 rolling.drain(nodes, m.run_for(options.each) if options.each else None)
-        except (KeyboardInterrupt, RegrowError) as error:
+        except (KeyboardInterrupt, RegrowError, RayError) as error:  # Ray: the coordinator has died, or hangs
             tell("left", *m.left(rolling, nodes, options.run, undrain=options.undrain))
-            if isinstance(error, RegrowError):
+            if not isinstance(error, KeyboardInterrupt):
                 raise
             return 130
         tell("done", *m.left(rolling, nodes, options.run, undrain=options.undrain))

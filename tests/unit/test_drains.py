@@ -1,11 +1,15 @@
 """Planned maintenance: nodes are left one after another, and no step is lost; in virtual time."""
 
+import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import drain
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from regrow.control import commands as c
 from regrow.control import events as e
@@ -19,6 +23,7 @@ from regrow.record.events import Stopped, Submitted
 from regrow.record.history import History
 from regrow.record.log import RunLog
 from regrow.record.status import status_of
+from regrow.runtime import maintenance
 from regrow.runtime.maintenance import DrainError, Rolling, attached, find_nodes, left, run_for
 from regrow.storage import LocalStorage
 from support.control_world import World
@@ -312,6 +317,35 @@ def test_a_command_for_each_node_finds_it_in_its_environment_and_its_failure_end
         rolling.drain(nodes, run_for("exit 3"))
     assert asked.words() == ["asked", "out"]
     assert [each.asked for each in asked.maintenance().nodes if each.id == nodes[0].id] == [True]
+
+
+@pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError()], ids=["it has died", "it does not answer"])
+def test_a_coordinator_that_is_gone_meanwhile_does_not_hide_which_nodes_are_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    world, asked = world_of(3)
+    first, second, third = (node.id for node in asked.nodes())
+
+    class Gone(Asked):
+        has_one_out = False
+
+        def maintenance(self) -> Maintenance:
+            if self.has_one_out:
+                raise error
+            world.run_for(1.0)
+            view = super().maintenance()
+            self.has_one_out = any(node.asked and node.is_out for node in view.nodes)
+            return view
+
+    monkeypatch.setattr(maintenance, "attached", lambda folder, address: nullcontext(Gone(world)))
+    monkeypatch.setattr(maintenance, "POLL_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["jobs.drain", "runs/a", first, second, third, "--json"])
+    with pytest.raises((type(error), SystemExit)):
+        drain.main()
+    *_, out, told_last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (out["event"], told_last["event"]) == ("out", "left")
+    assert (told_last["out"], told_last["not_asked"]) == ([first], [second, third])
+    assert told_last["text"].endswith(f"to put back: python -m jobs.drain runs/a --undrain {first}")
 
 
 @pytest.mark.parametrize(
