@@ -39,18 +39,18 @@ class Group(InPlaceGroup):
         self.killed: list[int] = []  # actors, by the pid
         self.unfit: list[tuple[Any, ...]] = []  # as the coordinator is told: node, pid, detail, machine
         told = {"ray_view": self.views, "unfit": self.unfit}
-        job = SimpleNamespace(
-            config=PretrainConfig(cluster=ClusterConfig(min_workers=least, max_workers=SIZE + 5)),
-            run_id="run",
-            coordinator=SimpleNamespace(
+        settings = {
+            "config": PretrainConfig(cluster=ClusterConfig(min_workers=least, max_workers=SIZE + 5)),
+            "run_id": "run",
+            "coordinator": SimpleNamespace(
                 **{
                     name: SimpleNamespace(remote=lambda *said, calls=calls: calls.append(said))
                     for name, calls in told.items()
                 }
             ),
-        )
+        }
         group: Any = self
-        group._train_run_context = SimpleNamespace(train_loop_config={"job": job})
+        group._train_run_context = SimpleNamespace(train_loop_config=settings)
         group._worker_group_context = WorkerGroupContext("1", None, SIZE, {})  # type: ignore[arg-type]
         group._world_rank_to_ongoing_poll = {}
         group._worker_health_check_timeout_s = 8.0

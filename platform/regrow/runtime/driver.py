@@ -185,10 +185,9 @@ class Session:
         cluster, unit = config.cluster, config.parallel.tp
         room = check_room(cluster, unit) if is_first else max(cluster.min_workers, room_for(cluster, unit))
         return build_trainer(
-            config,
+            replace(self.job, first_generation=generation, fit_at=time.time()),
             num_workers=min(most_workers(cluster), room),
             train_fn=train_fn,
-            settings={"job": replace(self.job, first_generation=generation, fit_at=time.time())},
             storage=str(self.run.folder / "ray_train"),
             name=f"{config.run.name}-g{generation}",
         )

@@ -3,8 +3,8 @@
 from regrow.runtime.job import Job
 
 
-def train_fn(settings: dict[str, Job]) -> None:
+def train_fn(job: Job) -> None:
     """Ray Train's entry."""
     from regrow.runtime.worker import run_worker
 
-    run_worker(settings["job"])
+    run_worker(job)

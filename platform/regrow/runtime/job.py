@@ -1,4 +1,4 @@
-"""What the driver hands to every worker. Ray's dashboard shows it, as text: nothing in it is secret.
+"""What the driver hands to every worker. Ray's dashboard shows parts of it, as text: nothing in it is secret.
 
 No torch: the driver and Ray Train's controller load this too, and only workers should pay for that import.
 """

@@ -30,6 +30,7 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
+from regrow.config.schema import PretrainConfig
 from regrow.config.spares import most_workers
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
@@ -178,10 +179,11 @@ class InPlaceGroup(WorkerGroup):
         self._started_at: dict[int, float] = {}  # places that were filled since the group started
         self._dead: dict[tuple[str, int], tuple[float, str, str]] = {}  # processes: since when, cause and detail
         self.looked_at = self.told_at = 0.0
-        job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
-        self._cluster, self._run_id = job.config.cluster, job.run_id
-        self._coordinator, self._most = CoordinatorClient(job.coordinator), most_workers(self._cluster)
-        self._unit = job.config.parallel.tp
+        settings: Any = self._train_run_context.train_loop_config  # as `runtime.trainer` says them
+        config: PretrainConfig = settings["config"]
+        self._cluster, self._run_id = config.cluster, settings["run_id"]
+        self._coordinator, self._most = CoordinatorClient(settings["coordinator"]), most_workers(self._cluster)
+        self._unit = config.parallel.tp
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self.draining: dict[str, float] = {}
         context = self._worker_group_context

@@ -4,6 +4,7 @@ Only its public interface is used here; `runtime.ray_train` touches its insides 
 """
 
 import os
+from functools import partial
 from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
@@ -11,11 +12,11 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.backend import BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from regrow.config.schema import PretrainConfig
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.cluster import worker_resources
+from regrow.runtime.job import Job
 
 # Read by Ray Train from the driver's environment and passed on to its controller.
 TUNING = {
@@ -30,10 +31,14 @@ CLUSTER_TUNING = {
 LEAST_POLL_S, POLLS_PER_S = 0.25, 500.0  # how soon a dead worker is noticed; of all workers together
 
 
-def build_trainer(
-    config: PretrainConfig, *, num_workers: int, train_fn: Any, settings: dict[str, Any], storage: str, name: str
-) -> Any:
-    """A trainer whose group starts with so many workers. Its own bookkeeping goes to `<storage>/<name>/`."""
+def build_trainer(job: Job, *, num_workers: int, train_fn: Any, storage: str, name: str) -> Any:
+    """A trainer whose group starts with so many workers, each of which calls `train_fn(job)`. Its own bookkeeping
+    goes to `<storage>/<name>/`.
+
+    The job, with the manifests of its corpora, travels with the function, which Ray Train puts into the object store
+    once; settings would go to each worker by value.
+    """
+    config = job.config
     local, cluster = config.cluster.address is None, config.cluster
     for key, value in (TUNING | (dict.fromkeys(CLUSTER_TUNING, "0") if local else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
@@ -49,8 +54,8 @@ def build_trainer(
         kind, backend = InPlaceTrainer, InPlaceConfig()
     size: Any = (cluster.min_workers, cluster.max_workers) if elastic else num_workers
     return kind(
-        train_fn,
-        train_loop_config=settings,
+        partial(train_fn, job),
+        train_loop_config={"config": config, "run_id": job.run_id, "coordinator": job.coordinator},
         backend_config=backend,
         scaling_config=ScalingConfig(
             num_workers=size,
@@ -61,7 +66,7 @@ def build_trainer(
             name=name,
             storage_path=storage,
             failure_config=FailureConfig(max_failures=cluster.max_failures),
-            callbacks=[ReportFailures(settings["job"].coordinator)],  # type: ignore[list-item]
+            callbacks=[ReportFailures(job.coordinator)],  # type: ignore[list-item]
         ),
     )
 
