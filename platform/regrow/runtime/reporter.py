@@ -33,7 +33,7 @@ class Reporter:
         self._closed.set()
 
     def last(self) -> dict[str, Any] | None:
-        """End, and write one more; None where storage does not take it, which one line says."""
+        """End, and write one more; None where storage does not take it or it takes too long, which one line says."""
         self.close()
         outcome: list[dict[str, Any]] = []
 
@@ -49,7 +49,7 @@ class Reporter:
         thread.join(LAST_S)
         if thread.is_alive():
             self._tell(
-                f"report.html is not up to date (storage took over {LAST_S:.0f} s): `python -m jobs.report` writes it"
+                f"report.html is not up to date (it took over {LAST_S:.0f} s): `python -m jobs.report` writes it"
             )
         return outcome[0] if outcome else None
 
