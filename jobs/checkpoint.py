@@ -1,12 +1,14 @@
 """Look after runs' checkpoints: `python -m jobs.checkpoint list|inspect|verify|diff|export|average|import ...`."""
 
 import argparse
+import signal
 import sys
 from functools import partial
 
 from regrow.config.schema import Dtype
 from regrow.errors import RegrowError
 from regrow.progress import Task
+from regrow.runtime.interrupts import terminable
 from regrow.show.console import Console
 from regrow.state.commands import COMMANDS
 
@@ -66,7 +68,7 @@ def main() -> None:
             command.add_argument("--dtype", type=Dtype, choices=dtypes, default=Dtype.float32, help="of hf's weights")
     options = parser.parse_args()
     try:
-        with Console(sys.stderr) as console:
+        with terminable(SystemExit, 128 + signal.SIGTERM), Console(sys.stderr) as console:
             status = options.run(options, partial(console.counter, Task(options.command, "B")))
     except (RegrowError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -1,10 +1,14 @@
 """Weights to Hugging Face's layout and back: the same bits, and the model that config.json describes."""
 
 import json
+import os
 import resource
 import shlex
 import shutil
+import signal
+import sys
 import uuid
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -13,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,13 +30,16 @@ from regrow.data.read.manifest import Manifest
 from regrow.errors import CheckpointError, ConfigError, DataError, RegrowError, ResumeError
 from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
+from regrow.record.claim import Claim
+from regrow.record.lock import lock_run
 from regrow.record.run_folder import checkpoints_of, read_record, write_record
-from regrow.runtime.run_folder import check_may_start, open_run
+from regrow.record.unfinished import UNFINISHED
+from regrow.runtime.run_folder import Run, check_may_start, open_run
 from regrow.state.disk import tensors as tensors_module
 from regrow.state.disk.catalog import choose, open_checkpoint
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.entries import whole_entry
+from regrow.state.entries import Entry, whole_entry
 from regrow.state.exchange import huggingface, runs
 from regrow.state.exchange.huggingface import export_weights, hugging_face_name, import_entries, read_model
 from regrow.state.exchange.runs import average_run, export_run, import_of_model, import_run
@@ -234,6 +242,138 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(
     assert to.exists() == is_there
     assert not is_there or list(to.iterdir()) == []
     export_run(form, str(run), choose(*checkpoints, 1)[1], str(to), dtype=Dtype.float32, start=quiet)
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Do something while an import writes its tensors."""
+    save = runs.save_one_by_one
+
+    def saved(folder: Storage, entries: Iterable[Entry], **options: Any) -> None:
+        def with_act() -> Iterator[Entry]:
+            first, *others = entries
+            yield first
+            act()
+            yield from others
+
+        save(folder, with_act(), **options)
+
+    monkeypatch.setattr("regrow.state.disk.store.FILE_BYTES", 1)
+    monkeypatch.setattr(runs, "save_one_by_one", saved)
+
+
+def test_no_job_begins_and_nothing_else_fills_a_folder_that_an_import_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the job began from its seed, and whichever import failed first deleted the other one's files."""
+    save_run(tmp_path / "run", tiny_model(), steps=(1, 2))
+    export(tmp_path / "run", tmp_path / "hf")
+    checkpoints, run_id = checkpoints_of(str(tmp_path / "run"))
+    indexes = [choose(checkpoints, run_id, step)[1] for step in (1, 2)]
+    again, refused = tmp_path / "again", list[str]()
+    config = PretrainConfig(run=RunConfig(name="again", storage_path=str(tmp_path)), model=tiny_model())
+
+    def others() -> None:
+        before = sorted(again.rglob("*"))
+        for attempt in (
+            lambda: open_run(config, manifest_sha256="aa"),
+            lambda: import_run("hf", str(tmp_path / "hf"), str(again), start=quiet),
+            lambda: average_run(str(tmp_path / "run"), indexes, str(again), start=quiet),
+            lambda: export(tmp_path / "run", again),
+        ):
+            with pytest.raises(RegrowError) as error:
+                attempt()
+            refused.append(str(error.value))
+        assert sorted(again.rglob("*")) == before
+
+    meanwhile(monkeypatch, others)
+    import_run("hf", str(tmp_path / "hf"), str(again), start=quiet)
+    assert len(refused) == 4
+    assert all(line.startswith(f"{again} is not complete: ") for line in refused)
+    assert sorted(path.name for path in again.iterdir()) == ["checkpoints", "run.json"]
+    assert open_run(config, manifest_sha256="aa").resumed_step == 0
+    assert tensors_of(again).index.tensors.keys() == tensors_of(tmp_path / "run").index.tensors.keys()
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_an_import_that_fails_deletes_what_it_made_and_nothing_of_others(
+    is_given_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`is_given_up`: its mark was deleted by hand meanwhile, and the folder is a run's now."""
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    again = Storage.at(tmp_path / "again")
+    config = PretrainConfig(run=RunConfig(name="again", storage_path=str(tmp_path)), model=tiny_model())
+
+    def fails() -> None:
+        lock = lock_run(again)  # as a job that comes to be refused
+        assert lock is not None
+        Claim.take(again)
+        if is_given_up:
+            again.delete(UNFINISHED)
+            open_run(config, manifest_sha256="aa")
+        lock.close()
+        raise CheckpointError("the source is damaged")
+
+    meanwhile(monkeypatch, fails)
+    with pytest.raises(CheckpointError, match=r"^the source is damaged$"):
+        import_run("hf", str(tmp_path / "hf"), str(again), start=quiet)
+    run = ["checkpoints", "config.yaml", "run.json"] if is_given_up else []
+    assert again.list() == [".lock", *run, "writers"]
+
+
+def test_an_import_whose_mark_was_deleted_does_not_take_the_place_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    again = Storage.at(tmp_path / "again")
+    config = PretrainConfig(run=RunConfig(name="again", storage_path=str(tmp_path)), model=tiny_model())
+    begun = list[Run]()
+
+    def given_up() -> None:
+        again.delete(UNFINISHED)
+        begun.append(open_run(config, manifest_sha256="aa"))
+
+    meanwhile(monkeypatch, given_up)
+    with pytest.raises(CheckpointError, match=r"again/\.unfinished was deleted, or is another process's"):
+        import_run("hf", str(tmp_path / "hf"), str(again), start=quiet)
+    record = read_record(again)
+    assert record is not None
+    assert record["run_id"] == begun[0].run_id
+
+
+def test_an_import_into_a_store_is_marked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    again, seen = Storage.at(f"memory://{uuid.uuid4().hex}/again"), list[str]()
+
+    def second() -> None:
+        seen.extend(again.list())
+        with pytest.raises(CheckpointError, match="again is not complete: "):
+            import_run("hf", str(tmp_path / "hf"), str(again), start=quiet)
+
+    meanwhile(monkeypatch, second)
+    import_run("hf", str(tmp_path / "hf"), str(again), start=quiet)
+    assert seen == [UNFINISHED, "checkpoints"]
+    assert again.list() == ["checkpoints", "run.json"]
+
+
+def test_an_import_that_is_terminated_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a scheduler ends it. Before, half a folder stayed, in which the next job trained from its seed."""
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    unheard = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: unheard.append(number))
+    try:
+        meanwhile(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        options = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "again"), "--format", "hf"]
+        monkeypatch.setattr(sys, "argv", ["jobs.checkpoint", "import", *options])
+        with pytest.raises(SystemExit) as ended:
+            checkpoint.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (ended.value.code, unheard) == (143, [])
+    assert not (tmp_path / "again").exists()
 
 
 def test_bfloat16_files_hold_the_nearest_values_and_can_be_imported(tmp_path: Path) -> None:

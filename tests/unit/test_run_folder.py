@@ -1,6 +1,10 @@
 """Opening a run: new, continued, or refused with the reason."""
 
 import json
+import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from regrow.config.schema import ActivationCheckpoint, ModelConfig, PretrainConf
 from regrow.errors import ResumeError
 from regrow.record.lock import lock_run
 from regrow.record.run_folder import identity, model_of, read_config, write_record
+from regrow.record.unfinished import filling
 from regrow.runtime import run_folder as module
 from regrow.runtime.run_folder import check_may_start, find_or_create, open_run, write_config
 from regrow.storage import Storage, StorageError
@@ -135,6 +140,48 @@ def test_a_run_of_imported_weights_is_completed_by_its_first_attempt(tmp_path: P
     first.optim.lr = 0.1
     with pytest.raises(ResumeError, match=r"optim\.lr: 0\.5 -> 0\.1"):
         check_may_start(first)
+
+
+KILLED = """
+import os, signal, sys
+from regrow.record.unfinished import filling
+from regrow.storage import Storage
+folder = Storage.at(sys.argv[1])
+with filling(folder):
+    folder.write_bytes("checkpoints/step-00000000/a.safetensors", b"a")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_folder_that_a_killed_import_has_left_begins_no_run_until_it_is_deleted(tmp_path: Path) -> None:
+    """Before, the next job of that name trained from its seed, without a word."""
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "mine")])
+    assert process.wait() < 0
+    whose = rf"\(process {process.pid} on {socket.gethostname()}, since 20"
+    for refused in (check_may_start, lambda config: find_or_create(config, manifest_sha256="aa")):
+        with pytest.raises(ResumeError, match=rf"^{tmp_path}/mine is not complete: .*{whose}.* delete the folder$"):
+            refused(config(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [".unfinished", "checkpoints"]
+    shutil.rmtree(tmp_path / "mine")
+    assert find_or_create(config(tmp_path), manifest_sha256="aa").resumed_step is None
+
+
+def test_of_an_import_and_a_job_that_begin_at_once_the_job_takes_its_record_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither saw what the other one writes when it looked."""
+    write, being_filled = module.write_record, filling(Storage.at(tmp_path / "mine"))
+
+    def meanwhile(*arguments: Any, **options: Any) -> bool:
+        being_filled.__enter__()
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(module, "write_record", meanwhile)
+    with pytest.raises(ResumeError, match="mine is not complete"):
+        find_or_create(config(tmp_path), manifest_sha256="aa")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == [".unfinished"]
+    being_filled.__exit__(None, None, None)
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_a_model_is_found_back_in_its_identity(tmp_path: Path) -> None:

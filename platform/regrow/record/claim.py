@@ -46,9 +46,7 @@ class Claim:
         `restarted`: only from a writer of the same job, whose place this process takes. Raises Superseded where
         another job has it by now.
         """
-        taken = {"job": job, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        content = json.dumps(taken | {"token": secrets.token_hex(8)}).encode()
-        newest = 0
+        content, newest = signature(job=job), 0
         while True:
             newest = max(newest, _newest(folder))
             if restarted and newest and (other := _read(folder, newest)).get("job") != job:
@@ -71,7 +69,22 @@ class Claim:
         if self.folder.exists(_name(self.number + 1)):
             return _line(self.folder, _read(self.folder, self.number + 1))
         mine = self.folder.read_bytes(_name(self.number))
-        return "" if mine == self.content else _line(self.folder, _decoded(mine))
+        return "" if mine == self.content else _line(self.folder, decoded(mine))
+
+
+def signature(**more: str) -> bytes:
+    """What tells this process, and each call of it, from all others."""
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
+    return json.dumps(more | mine).encode()
+
+
+def decoded(content: bytes) -> Mapping[str, Any]:
+    """What a signature says; empty where it is damaged."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def newest_claim(folder: Storage) -> Mapping[str, Any]:
@@ -90,15 +103,7 @@ def _name(number: int) -> str:
 
 
 def _read(folder: Storage, number: int) -> Mapping[str, Any]:
-    return _decoded(folder.read_bytes(_name(number)))
-
-
-def _decoded(data: bytes) -> Mapping[str, Any]:
-    try:
-        content = json.loads(data)
-    except ValueError:
-        return {}
-    return content if isinstance(content, Mapping) else {}
+    return decoded(folder.read_bytes(_name(number)))
 
 
 def _line(folder: Storage, other: Mapping[str, Any]) -> str:

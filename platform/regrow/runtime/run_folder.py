@@ -14,6 +14,7 @@ from regrow.errors import ResumeError
 from regrow.record.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
+    RUN_FILE,
     differences,
     identity,
     new_run_id,
@@ -21,6 +22,7 @@ from regrow.record.run_folder import (
     run_folder,
     write_record,
 )
+from regrow.record.unfinished import unfinished
 from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage, StorageError, make_folder
 
@@ -39,12 +41,13 @@ class Run:
 def check_may_start(config: PretrainConfig) -> None:
     """Refuse, before anything slow happens, to touch an existing run that this config cannot continue.
 
-    The folder that runs are in is made, where it is a local one and the run's own is not there. Raises ResumeError,
-    showing the difference where settings that the weights depend on changed, and StorageError where the run's folder
-    cannot be written to, or not be made.
+    The folder that runs are in is made, where it is a local one and the run's own is not there. Raises ResumeError for
+    a folder that something else fills, and for settings that the weights depend on, with the difference; StorageError
+    where the run's folder cannot be written to, or not be made.
     """
     folder = run_folder(config)
     _check_writable(config, folder)
+    _check_complete(folder)
     record = read_record(folder)
     if record is None:
         return
@@ -83,6 +86,11 @@ def find_or_create(config: PretrainConfig, *, manifest_sha256: str) -> Run:
         run = Run(folder, new_run_id(), None)
         if not write_record(folder, run_id=run.run_id, identity=mine, manifest_sha256=manifest_sha256, is_new=True):
             return find_or_create(config, manifest_sha256=manifest_sha256)  # another job has begun it just now
+        try:
+            _check_complete(folder)  # an import that begins now looks for a run after it has marked the folder
+        except ResumeError:
+            folder.delete(RUN_FILE)
+            raise
     else:
         if record["manifest_sha256"] is None:
             write_record(folder, run_id=record["run_id"], identity=mine, manifest_sha256=manifest_sha256)
@@ -103,6 +111,11 @@ def _check_writable(config: PretrainConfig, folder: Storage) -> None:
             f"run folder {folder} may not be written to by this user; start the run as the user that it belongs to, or "
             "choose another run.name"
         )
+
+
+def _check_complete(folder: Storage) -> None:
+    if line := unfinished(folder):
+        raise ResumeError(line)
 
 
 def _refuse_changes(config: PretrainConfig, old: dict[str, Any], new: dict[str, Any]) -> None:

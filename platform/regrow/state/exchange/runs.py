@@ -1,6 +1,5 @@
 """Runs made of Hugging Face's weights, torchtitan's or torch's DCP, or a mean of checkpoints; and written as these."""
 
-import contextlib
 import hashlib
 import itertools
 import re
@@ -33,6 +32,7 @@ from regrow.record.run_folder import (
     read_record,
     write_record,
 )
+from regrow.record.unfinished import check_empty, filling
 from regrow.state.disk.catalog import Start
 from regrow.state.disk.format import Index
 from regrow.state.disk.store import save_one_by_one
@@ -62,8 +62,7 @@ def export_run(form: str, run_folder: str, index: Index, to: str, *, dtype: Dtyp
     Raises RegrowError where the folder is not empty, or the checkpoint is damaged. What fails leaves nothing there.
     """
     run, target = Storage.at(run_folder), Storage.at(to)
-    _check_empty(target)
-    with _all_or_nothing(target):
+    with filling(target):
         if form == "hf":
             written = _export_weights(run, index, target, dtype, start)
         elif dtype is not Dtype.float32:
@@ -200,10 +199,9 @@ def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: St
     advance = start(newest.tensor_bytes + len(others) * weights * ITEM_BYTES["float32"])
     opened = [CheckpointTensors(run / CHECKPOINTS, index, advance) for index in (newest, *others)]
     entries = _averaged(opened)
-    with _all_or_nothing(target):
-        _create(target, entries, Progress.of(newest.scalars), record["identity"], record["manifest_sha256"])
-        if run.exists(CONFIG_FILE):  # it says where the corpus is
-            target.write_bytes(CONFIG_FILE, run.read_bytes(CONFIG_FILE))
+    config = run.read_bytes(CONFIG_FILE) if run.exists(CONFIG_FILE) else None  # it says where the corpus is
+    progress = Progress.of(newest.scalars)
+    _create(target, entries, progress, record["identity"], record["manifest_sha256"], config)
     steps = ", ".join(str(index.step) for index in reversed((newest, *others)))
     return (
         f"{target} has the mean of the weights of steps {steps} of {run}, and all else of step {newest.step}. "
@@ -324,13 +322,22 @@ def _import_state(source: Storage, run: Storage, start: Start) -> list[str]:
 
 
 def _create(
-    run: Storage, entries: Iterable[Entry], progress: Progress, identity: dict[str, Any], manifest_sha256: str | None
+    run: Storage,
+    entries: Iterable[Entry],
+    progress: Progress,
+    identity: dict[str, Any],
+    manifest_sha256: str | None,
+    config: bytes | None = None,
 ) -> None:
     """The checkpoint first: were it missing, a run with a record would begin from its seed."""
     run_id = new_run_id()
-    with _all_or_nothing(run):
+    with filling(run) as check:
         save_one_by_one(run / CHECKPOINTS, entries, scalars=progress.to_dict(), run_id=run_id)
-        write_record(run, run_id=run_id, identity=identity, manifest_sha256=manifest_sha256)
+        check()
+        if config is not None:
+            run.write_bytes(CONFIG_FILE, config)
+        if not write_record(run, run_id=run_id, identity=identity, manifest_sha256=manifest_sha256, is_new=True):
+            raise CheckpointError(f"{run} has become another run's meanwhile; name a new folder")
 
 
 def _record(run: Storage) -> dict[str, Any]:
@@ -397,27 +404,7 @@ def _for_hydra(text: str) -> str:
 
 def _check_new_run(folder: Storage) -> None:
     check_run_name(split_location(str(folder))[1])
-    _check_empty(folder)
-
-
-def _check_empty(folder: Storage) -> None:
-    if folder.list():
-        raise CheckpointError(f"{folder} is not empty; name a new folder")
-
-
-@contextlib.contextmanager
-def _all_or_nothing(folder: Storage) -> Iterator[None]:
-    """For filling a folder that is empty, or not there: a failure, an interrupt too, leaves it as it was."""
-    was_there = folder.is_local and folder.local_path.exists()
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError, StorageError):  # storage that fails: what was first says why
-            for name in folder.list():
-                folder.delete(name)
-            if folder.is_local and not was_there:
-                folder.local_path.rmdir()
-        raise
+    check_empty(folder)
 
 
 def _local(folder: Storage) -> Path:
