@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -184,8 +183,7 @@ def older(source: Path, target: Path, *, optimizer: bool = True, **changed: Any)
     folder, model = DcpFolder(source), titan_run.model(tied=False)
     state = {key: folder.tensor(key) for key in folder.tensors}
     values = ["train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch"]
-    groups = [f"optimizer.param_groups.{name}.weight" for name in ("tok_embeddings", "norm")]
-    values += [f"{group}.{name}" for group in groups for name in ("lr", "initial_lr", "betas", "eps", "weight_decay")]
+    values += [key for key in folder.values if key.startswith("optimizer.param_groups.")]
     state |= {key: folder.value(key) for key in values}
     head_dim, group = model.dim // model.num_heads, model.num_heads // model.num_kv_heads
     prefix = "optimizer.state.layers.0.attention"
@@ -196,6 +194,9 @@ def older(source: Path, target: Path, *, optimizer: bool = True, **changed: Any)
             by_head = fused.view(model.num_kv_heads, group + 2, head_dim, model.dim)
             parts = [part.reshape(-1, model.dim).clone() for part in by_head.split((group, 1, 1), dim=1)]
         state |= {f"{prefix}.{to}.weight.{name}": part for to, part in zip(("wq", "wk", "wv"), parts, strict=True)}
+    for key in [key for key in values if ".qkv_linear.wqkv." in key]:
+        value = state.pop(key)
+        state |= {key.replace("qkv_linear.wqkv", to): value for to in ("wq", "wk", "wv")}
     state = {key.replace(".qkv_linear", "").replace("lm_head", "output"): value for key, value in state.items()}
     if not optimizer:
         state = {key: value for key, value in state.items() if key.startswith(("layers", "norm", "tok", "output"))}
@@ -290,14 +291,50 @@ def test_another_model_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_an_optimizer_that_stood_still_or_is_no_adamw_is_refused(golden_model: ModelConfig, tmp_path: Path) -> None:
+def test_an_optimizer_that_stood_still_is_refused(golden_model: ModelConfig, tmp_path: Path) -> None:
     older(GOLDEN / "step-5", tmp_path / "still", **{"optimizer.state.norm.weight.step": torch.tensor(4.0)})
     with pytest.raises(CheckpointError, match=r"AdamW has taken 4 steps with norm.weight, training 5"):
         imported(tmp_path / "run", tmp_path / "still")
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    older(GOLDEN / "step-5", tmp_path / "sgd", **{"optimizer.param_groups.tok_embeddings.weight.betas": 0.9})
-    with pytest.raises(CheckpointError, match="its optimizer is not AdamW"):
-        imported(tmp_path / "run2", tmp_path / "sgd")
+    assert not (tmp_path / "run").exists()
+
+
+W2, WV, NORM = "layers.0.feed_forward.w2.weight", "layers.0.attention.wv.weight", "norm.weight"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"tok_embeddings.weight.betas": 0.9}, "its optimizer is not AdamW"),
+        ({f"{W2}.decoupled_weight_decay": False}, f"{W2}.decoupled_weight_decay is False, here it is True"),
+        ({f"{NORM}.amsgrad": True}, f"{NORM}.amsgrad is True, here it is False"),
+        ({f"{WV}.maximize": True}, f"{WV}.maximize is True, here it is False"),
+        ({f"{W2}.initial_lr": 1e-5}, f"{W2}.initial_lr is 1e-05, that of tok_embeddings.weight 0.01"),
+        ({f"{NORM}.lr": 1e-5}, f"{NORM}.lr is 1e-05, that of tok_embeddings.weight 0.006"),
+        ({f"{WV}.betas": (0.5, 0.6)}, rf"{WV}.betas is \(0.5, 0.6\), that of tok_embeddings.weight \(0.9, 0.95\)"),
+        ({f"{W2}.eps": 1e-6}, f"{W2}.eps is 1e-06, that of tok_embeddings.weight 1e-08"),
+        ({f"{W2}.weight_decay": 0.0}, f"{W2}.weight_decay is 0.0, that of tok_embeddings.weight 0.1"),
+    ],
+)
+def test_an_optimizer_that_is_not_one_adamw_of_all_parameters_is_refused_before_anything_is_written(
+    changed: dict[str, Any], says: str, golden_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the embedding's settings were taken for all, and the run was there by the time of a refusal."""
+    groups = {f"optimizer.param_groups.{key}": value for key, value in changed.items()}
+    older(GOLDEN / "step-5", tmp_path / "step-5", **groups)
+    monkeypatch.setattr(runs, "save_one_by_one", None)
+    with pytest.raises(CheckpointError, match=says):
+        imported(tmp_path / "run", tmp_path / "step-5")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("norm", ["norm", "layers.0.ffn_norm"])
+def test_that_a_norm_decayed_is_said(norm: str, golden_model: ModelConfig, tmp_path: Path) -> None:
+    said = "Its AdamW decayed norms too; here matrices alone are."
+    older(GOLDEN / "step-5", tmp_path / "step-5", **{f"optimizer.param_groups.{norm}.weight.weight_decay": 0.1})
+    assert said in imported(tmp_path / "run", tmp_path / "step-5")
+    assert said not in imported(tmp_path / "other")
 
 
 def test_a_run_that_has_not_trained_or_not_begun_is_exported_by_its_weights_alone(

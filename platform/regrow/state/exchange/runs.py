@@ -114,6 +114,7 @@ def import_of_model(
     _check_new_run(run)
     state = TitanFolder(folder, config) if form == "torchtitan" else MegatronFolder(folder, config)
     goes_on = isinstance(state, TitanFolder) and state.has_optimizer
+    adamw = state.adamw() if isinstance(state, TitanFolder) and goes_on else None
     if goes_on and moments is not Dtype.float32:
         raise CheckpointError(f"{source} holds moments, kept as they are; leave out --moments {moments}")
     progress = _progress_of(state, source, batch) if isinstance(state, TitanFolder) and goes_on else Progress()
@@ -127,8 +128,7 @@ def import_of_model(
     command += "".join(f" {key}={identity[key]}" for key in identity if key.startswith(("data.", "optim.global")))
     command += _kept_as(identity)
     lines = [f"{run} {begins} of {source}. With a corpus prepared with the same tokenizer, start it with", "", command]
-    if isinstance(state, TitanFolder) and goes_on:
-        adamw = state.adamw()
+    if adamw is not None:
         lines = [*lines[:-1], command + _said(adamw), "", *_not_carried(progress, adamw)]
     return "\n".join(lines)
 

@@ -75,6 +75,13 @@ def torchtitan_names(parameter: str) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.{name}.weight" for name in _IN_BLOCKS[inner])
 
 
+def _trained_names(parameter: str) -> list[str]:
+    """The same of the optimizer, which may train three of them as one matrix."""
+    names = list(torchtitan_names(parameter))
+    prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
+    return names + [f"{prefix.removesuffix('attention')}{_FUSED}.weight"] * (part in PARTS)
+
+
 @dataclass(frozen=True)
 class AdamWSettings:
     """As the optimizer of a checkpoint had them."""
@@ -114,21 +121,45 @@ class TitanFolder:
         return sum(self._folder.num_bytes(key) for key in keys)
 
     def adamw(self) -> AdamWSettings:
-        """The settings of the optimizer. Raises CheckpointError where they are not AdamW's."""
+        """The settings of the optimizer. Raises CheckpointError where it is not one AdamW of all parameters."""
+        groups = {name: self._group(name) for name in self._shapes}
+        (named, first), *_ = groups.values()
+        vectors = [name for name, shape in self._shapes.items() if len(shape) == 1]
+        for name, (key, group) in groups.items():
+            for setting in {**first, **group}:
+                found, wanted = group.get(setting), first.get(setting)
+                if found != wanted and not (setting == "weight_decay" and name in vectors):
+                    raise CheckpointError(
+                        f"{self._folder.folder}: {key}.{setting} is {found}, that of {named} {wanted}; here one AdamW, "
+                        "with the same settings, trains all parameters"
+                    )
+        return AdamWSettings(
+            first.get("initial_lr", first["lr"]),
+            first["betas"],
+            first["eps"],
+            first["weight_decay"],
+            any(groups[name][1]["weight_decay"] for name in vectors),
+        )
 
-        def of(name: str, setting: str) -> Any:
-            return self._folder.value(f"{GROUPS}.{torchtitan_names(name)[0]}.{setting}")
+    def _group(self, name: str) -> tuple[str, dict[str, Any]]:
+        """What the optimizer calls a parameter, and its settings for it."""
+        keys = _trained_names(name)
+        key = next((each for each in keys if self._folder.has(f"{GROUPS}.{each}.lr")), keys[0])
 
+        def of(setting: str) -> Any:
+            return self._folder.value(f"{GROUPS}.{key}.{setting}")
+
+        for setting in ("decoupled_weight_decay", "amsgrad", "maximize"):
+            if self._folder.has(f"{GROUPS}.{key}.{setting}") and bool(of(setting)) is not _ADAMW[setting]:
+                raise CheckpointError(
+                    f"{self._folder.folder}: its optimizer is not AdamW as it is here: {key}.{setting} is "
+                    f"{of(setting)}, here it is {_ADAMW[setting]}"
+                )
+        rates = ("lr", *["initial_lr"] * self._folder.has(f"{GROUPS}.{key}.initial_lr"))  # of a schedule: the peak
         try:
-            first, second = of("embed.weight", "betas")
-            schedules = self._folder.has(f"{GROUPS}.tok_embeddings.weight.initial_lr")
-            return AdamWSettings(
-                float(of("embed.weight", "initial_lr" if schedules else "lr")),
-                (float(first), float(second)),
-                float(of("embed.weight", "eps")),
-                float(of("embed.weight", "weight_decay")),
-                bool(of("norm.weight", "weight_decay")),
-            )
+            beta1, beta2 = of("betas")
+            settings = {setting: float(of(setting)) for setting in (*rates, "eps", "weight_decay")}
+            return key, {**settings, "betas": (float(beta1), float(beta2))}
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self._folder.folder}: its optimizer is not AdamW: {first_line(error)}") from error
 
@@ -163,10 +194,7 @@ class TitanFolder:
 
     def _moment_key(self, name: str, moment: str) -> str:
         """The key of a parameter's, or of that of a matrix which three of them are."""
-        keys = [f"{STATE}.{each}" for each in torchtitan_names(name)]
-        prefix, _, part = name.removesuffix(".weight").rpartition(".")
-        if part in PARTS:
-            keys.append(f"{STATE}.{prefix.removesuffix('attention')}{_FUSED}.weight")
+        keys = [f"{STATE}.{each}" for each in _trained_names(name)]
         return next(
             (f"{key}.{moment}" for key in keys if f"{key}.{moment}" in self._folder.tensors), f"{keys[0]}.{moment}"
         )
