@@ -15,6 +15,7 @@ import torch.distributed as dist
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ObserveConfig, OptimConfig, ParallelConfig, PretrainConfig
 from regrow.control.phases import Phase
+from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
@@ -188,6 +189,35 @@ def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
 def test_a_damaged_checkpoint_that_is_newer_than_the_run_does_not_keep_it_from_its_memory(tmp_path: Path) -> None:
     (begun,) = run_ranks(restored_after_damage, 1, tmp_path)
     assert begun == [(30, "checkpoint"), (48, "snapshot"), (61, "snapshot"), (60, "checkpoint")]
+
+
+def restored_after_a_corruption(storage: Path) -> list[Any]:
+    """Storage holds steps 30 and 60, of which no state of a step after 20 is known to be right: where 20 was there and
+    is gone, and where there was none."""
+    restore_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    restore_module.init_weights = restore_module.reset_moments = lambda *_: None
+    restore_module.catalog = SimpleNamespace(committed_and_damaged=lambda folder: ([60], [30]))  # type: ignore[assignment]
+    config = PretrainConfig()
+    config.cluster.verify_every_steps = 10
+    mesh, begun = build_mesh(plan_mesh(1, 1), "cpu"), []
+    for stored in (20, -1):
+        known = {"stored_step": stored, "trusted_step": 20}
+        asked = {name: SimpleNamespace(remote=lambda step=step: step) for name, step in known.items()}
+        job: Any = SimpleNamespace(
+            checkpoints=str(storage), run_id=RUN, coordinator=SimpleNamespace(**asked), config=config
+        )
+        built: Any = SimpleNamespace(model=None, optimizer=None)
+        try:
+            begun.append(restore_module.restore(job, 2, built, [], mesh, coordinates_of(mesh), None))
+        except CheckpointError as error:
+            begun.append(str(error))
+    return begun
+
+
+def test_a_run_whose_verified_checkpoint_is_gone_does_not_begin_from_its_seed(tmp_path: Path) -> None:
+    ((refused, begun),) = run_ranks(restored_after_a_corruption, 1, tmp_path)
+    assert "the checkpoint of step 20, the newest whose state is known to be right, is gone" in refused
+    assert begun == (Progress(), "seed")
 
 
 def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:

@@ -402,7 +402,7 @@ class World:
             log,
             generation=self.newest_generation,
             logged=self.rows[-1]["step"] if self.rows else 0,
-            stored=max(self.storage, default=-1),
+            stored=self.storage,
             restarted=restarted,
         )
         self.control = self._control(past)

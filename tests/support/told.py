@@ -9,7 +9,7 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.membership import Formation, Member
-from regrow.control.past import Past
+from regrow.control.past import Past, formed
 from regrow.control.peers import FAN_OUT
 from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import SnapshotAck, Version
@@ -100,3 +100,14 @@ class Told:
 
 def one(pid: int, node: str = "node") -> Member:
     return Member(f"m{pid}", node, "127.0.0.1", pid, pid)
+
+
+def log_of(told: Told, *, submitted: bool = True) -> list[dict[str, Any]]:
+    """What its log holds: all that it wanted recorded, and the groups that it formed."""
+    rows: list[dict[str, Any]] = [{"event": "submitted", "time": 1000.0}] if submitted else []
+    for command in told.commands:
+        if isinstance(command, c.Form):
+            rows.append({"event": "forming", "time": told.now, **formed(command.generation, command.members)})
+        elif isinstance(command, c.Record):
+            rows.append({"event": command.event, "time": told.now, **command.fields})
+    return rows

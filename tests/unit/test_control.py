@@ -1,6 +1,6 @@
 """What control decides, event by event, in virtual time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, AT_MOST_S, REFUSED_S, Links
 from regrow.control.membership import Member
-from regrow.control.past import Past, Rollbacks, formed, group_of
+from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
 from regrow.control.snapshots import COPIES, SILENT_S, UNHEARD_S, UNSAFE_S
@@ -41,7 +41,7 @@ from regrow.runtime.abort import LEAVE_S
 from regrow.state.memory.held import Held, copy_name
 from regrow.state.memory.node import RETRY_S as RETRY_S_OF_KEEPERS
 from support.control_world import Shard, is_whole
-from support.told import Told, one
+from support.told import Told, log_of, one
 
 
 def test_every_write_of_a_generation_that_is_over_is_refused_and_changes_nothing() -> None:
@@ -1005,18 +1005,7 @@ def test_a_notice_to_both_holders_of_a_part_orders_a_checkpoint_and_one_to_eithe
 # a coordinator that takes the place of one that died
 
 
-def log_of(told: Told, *, submitted: bool = True) -> list[dict[str, Any]]:
-    """What its log holds: all that it wanted recorded, and the groups that it formed."""
-    rows: list[dict[str, Any]] = [{"event": "submitted", "time": 1000.0}] if submitted else []
-    for command in told.commands:
-        if isinstance(command, c.Form):
-            rows.append({"event": "forming", "time": told.now, **formed(command.generation, command.members)})
-        elif isinstance(command, c.Record):
-            rows.append({"event": command.event, "time": told.now, **command.fields})
-    return rows
-
-
-def restarted(told: Told, *, stored: int = -1, **cluster: Any) -> Told:
+def restarted(told: Told, *, stored: Iterable[int] = (), **cluster: Any) -> Told:
     """The coordinator dies; another one reads its log, and finds its keepers."""
     events = log_of(told)
     past = Past.of(
@@ -1037,7 +1026,7 @@ def test_a_coordinator_that_was_restarted_gives_the_seats_of_a_group_that_still_
     events = log_of(told)
     if is_old:
         events[-1] = {"event": "forming", "generation": 1, "members": [asdict(member) for member in members]}
-    again = Told(Past.of(events, generation=1, logged=0, stored=-1, restarted=True))
+    again = Told(Past.of(events, generation=1, logged=0, stored=(), restarted=True))
     again(group_of(events, 1))
     assert [again.ask(f"m{pid}").formation for pid in (1, 2, 3)] == [seats] * 3
 
@@ -1060,7 +1049,7 @@ def test_the_keeper_of_a_node_that_is_dead_is_not_started_anew() -> None:
     """Once a minute, for as long as a run with too few workers waited."""
     told = training("ab", min_workers=2)
     told(e.Died((("b", 1),), 1, "worker_died", "gone"))
-    again = Told(Past.of(log_of(told), generation=1, logged=0, stored=-1, restarted=True), min_workers=2)
+    again = Told(Past.of(log_of(told), generation=1, logged=0, stored=(), restarted=True), min_workers=2)
     again.now = told.now
     again(e.KeeperUp("a", "a", ("a", 1)))
     again(e.KeepersFound((), 1))
@@ -1088,7 +1077,7 @@ def test_a_keeper_that_is_late_for_a_coordinator_that_was_restarted_takes_its_pl
     """Without it nothing would be committed until the group changes, and no line would say so."""
     told = training("abc")
     events = log_of(told)
-    again = Told(Past.of(events, generation=1, logged=0, stored=-1, restarted=True))
+    again = Told(Past.of(events, generation=1, logged=0, stored=(), restarted=True))
     again.now = told.now
     for node in "ac":
         again(e.KeeperUp(node, node, (node, 1)))
@@ -1137,7 +1126,7 @@ def test_a_last_checkpoint_that_a_coordinator_died_over_is_written_by_the_next_o
     all_written(again, 1, "a")
     again(e.Settle())
     assert again.control.settling == Settling(False, "", None, ())
-    later = restarted(told, stored=1)
+    later = restarted(told, stored=[1])
     later(e.KeeperUp("a", "a", ("a", 1)))
     later(e.KeepersFound((("a", Version(1, 1), [Shard(Version(1, 1), "a", 1, 0)]),)))
     later(e.Settle())
@@ -1153,7 +1142,7 @@ def test_a_last_step_that_is_newer_than_what_keepers_know_is_waited_for_by_the_n
     told.row(2)
     told(e.Done())
     events = log_of(told)
-    again = Told(Past.of(events, generation=1, logged=2, stored=-1, restarted=True))
+    again = Told(Past.of(events, generation=1, logged=2, stored=(), restarted=True))
     again(e.KeeperUp("a", "a", ("a", 1)))
     again(e.KeepersFound((("a", Version(1, 1), [Shard(Version(1, 1), "a", 1, 0)]),)))
     again(group_of(events, 1))
@@ -1197,10 +1186,10 @@ def test_a_group_that_has_done_a_step_has_not_failed_for_the_next_coordinator_ei
     for step in (0, 0, 1):
         told.form(one(1))
         told.begin(["node"], step)
-    past = Past.of(log_of(told), generation=3, logged=1, stored=-1, restarted=True)
+    past = Past.of(log_of(told), generation=3, logged=1, stored=(), restarted=True)
     assert past.failed_groups == ERROR, "the newest, which goes on from step 1"
     told.row(2)
-    assert Past.of(log_of(told), generation=3, logged=2, stored=-1, restarted=True).failed_groups == 0
+    assert Past.of(log_of(told), generation=3, logged=2, stored=(), restarted=True).failed_groups == 0
 
 
 def test_a_coordinator_that_was_restarted_counts_how_long_too_few_are_there_from_when_they_were() -> None:
@@ -1211,7 +1200,7 @@ def test_a_coordinator_that_was_restarted_counts_how_long_too_few_are_there_from
     events = log_of(told)
     told.now += 40.0
     again = Told(
-        Past.of(events, generation=1, logged=0, stored=-1, restarted=True), wait_for_workers_s=50.0, min_workers=2
+        Past.of(events, generation=1, logged=0, stored=(), restarted=True), wait_for_workers_s=50.0, min_workers=2
     )
     again.now = told.now
     again(group_of(events, 1))
@@ -1230,7 +1219,7 @@ def test_a_coordinator_that_was_restarted_leaves_a_quarantined_node_alone() -> N
     again = restarted(told, quarantine_failures=1)
     assert again.control.excluded_nodes(again.now) == {"bad"}
     assert again.control.excluded_nodes(again.now + PretrainConfig().cluster.quarantine_s + 1.0) == set()
-    fresh = Past.of(log_of(told), generation=1, logged=0, stored=-1, restarted=False)
+    fresh = Past.of(log_of(told), generation=1, logged=0, stored=(), restarted=False)
     assert fresh.quarantined_until == {}, "a new job tries it"
 
 
@@ -1244,7 +1233,7 @@ def test_a_coordinator_that_was_restarted_allows_no_more_rollbacks_than_one_that
     again.form(one(1))
     again(e.NotFinite(again.control.generation, 5, "loss is nan"))
     assert isinstance(again.control.ending, GivenUp)
-    assert Past.of(log_of(told), generation=1, logged=0, stored=-1, restarted=True).rollbacks == Rollbacks(1, 5)
+    assert Past.of(log_of(told), generation=1, logged=0, stored=(), restarted=True).rollbacks == Rollbacks(1, 5)
 
 
 def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
@@ -1253,7 +1242,7 @@ def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
     told.begin(["node"])
     told(e.Done())
     events = [*log_of(told), {"event": "submitted", "time": told.now}]
-    assert Past.of(events, generation=1, logged=0, stored=-1, restarted=True).trained is None
+    assert Past.of(events, generation=1, logged=0, stored=(), restarted=True).trained is None
     assert group_of(events, 1) == e.Restarted((), None, ())
 
 

@@ -205,7 +205,7 @@ def test_what_was_asked_for_outlives_the_job_until_it_is_undone() -> None:
         ([asked, submitted, {"time": 3.0, "event": "undrain", "node": "a"}], set()),
     ):
         for restarted in (False, True):
-            past = Past.of(events, generation=1, logged=0, stored=-1, restarted=restarted)
+            past = Past.of(events, generation=1, logged=0, stored=(), restarted=restarted)
             assert past.drained == drained
             assert Told(past).control.excluded_nodes(1e9) == drained
         status = status_of(History.of_logs([], events), folder="a", config={}, now=100.0)
@@ -234,7 +234,7 @@ def test_a_drained_node_that_ray_has_found_dead_is_drained_no_more() -> None:
         for command in told.commands
         if isinstance(command, c.Record)
     ]
-    assert Past.of(events, generation=1, logged=0, stored=-1, restarted=False).drained == {"c"}
+    assert Past.of(events, generation=1, logged=0, stored=(), restarted=False).drained == {"c"}
     status = status_of(History.of_logs([], events), folder="a", config={}, now=told.now)
     assert [text[:6] for text in status.warnings if "is drained for maintenance" in text] == ["node c"]
 

@@ -1,5 +1,6 @@
 """Which unit is the odd one, what is verified, and what becomes of the group and its snapshots."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -7,13 +8,13 @@ import pytest
 from regrow.config.schema import CheckpointConfig, ParallelConfig
 from regrow.control import commands as c
 from regrow.control import events as e
-from regrow.control.past import Past
+from regrow.control.past import Past, group_of
 from regrow.control.read_back import StoredSteps
 from regrow.control.states import GivenUp, Training, Waiting
 from regrow.control.values import Digest, SnapshotAck, Version
 from regrow.control.verification import ACTIVATIONS, GRADIENTS, LOSS, Checks, Outcome, named
 from support.control_world import play_corrupt
-from support.told import Told, one
+from support.told import Told, log_of, one
 
 NODES = "abcd"
 
@@ -197,7 +198,7 @@ def test_checkpoints_of_states_that_are_not_verified_count_no_more() -> None:
 
 
 def test_the_newest_verified_checkpoint_is_not_deleted_for_later_ones() -> None:
-    steps = StoredSteps(5)
+    steps = StoredSteps([5])
     steps.keep = 2
     steps.add(10)
     assert steps.deletions == [c.Delete()]  # 10 and 5 stay
@@ -205,6 +206,60 @@ def test_the_newest_verified_checkpoint_is_not_deleted_for_later_ones() -> None:
     assert steps.deletions == []
     steps.verify(19)
     assert steps.deletions == [c.Delete()]
+
+
+CHECKPOINTS_BY_RANKS = CheckpointConfig(every_steps=None, every_minutes=1e6, keep=2)
+
+
+def write(told: Told, *steps: int) -> None:
+    for step in steps:
+        fields = {"step": step, "seconds": 1.0, "stall_s": 1.0, "bytes": 1}
+        told(e.Logged(told.control.generation, "checkpoint", fields))
+
+
+def test_a_coordinator_that_is_restarted_does_not_delete_the_newest_verified_checkpoint() -> None:
+    """Once it had, the next corruption found nothing to restore: the run began from its seed."""
+    told = verifying(3, checkpoint=CHECKPOINTS_BY_RANKS)
+    told.form(*(one(pid, NODES[pid]) for pid in range(3)))
+    told.begin("abc", step=5)
+    write(told, 15, 25)
+    again = taken_up(told, stored=[25, 15, 5], checkpoint=CHECKPOINTS_BY_RANKS)
+    assert again.of(c.Delete) == []
+    outcome(again, 30, odd=(1,))
+    outcome(again, 31, odd=(1,))
+    assert [each.step for each in again.of(c.NoteDamaged)] == [25, 15]
+    assert again.control.snapshots.checkpoints.stored == again.control.corruptions.limit == 5
+    write(told, 35)
+    outcome(told, 40)
+    verified = taken_up(told, stored=[35, 25], checkpoint=CHECKPOINTS_BY_RANKS)
+    assert verified.of(c.Delete) == [], "that 35 is verified is not in the log"
+
+
+def test_a_checkpoint_that_a_group_could_not_read_is_not_the_verified_one() -> None:
+    past = Past(1, 25, stored=(25, 5))
+    told = Told(past, verify_every_steps=10, min_workers=2, checkpoint=CHECKPOINTS_BY_RANKS)
+    told.form(*(one(pid, NODES[pid]) for pid in range(3)))
+    told(e.Logged(2, "checkpoint_damaged", {"step": 25, "detail": "a chunk fails its checksum"}))
+    told.begin("abc", step=5)
+    write(told, 10, 15)
+    outcome(told, 16, odd=(1,))
+    outcome(told, 17, odd=(1,))
+    assert [each.step for each in told.of(c.NoteDamaged)] == [25, 10, 15]
+    assert told.control.snapshots.checkpoints.stored == 5
+
+
+def taken_up(told: Told, *, stored: Iterable[int], keepers: e.KeepersFound | None = None, **options: Any) -> Told:
+    """Its coordinator dies; another one reads its log, and finds its keepers."""
+    events, generation, logged = log_of(told), told.control.generation, told.control.next_step - 1
+    past = Past.of(events, generation=generation, logged=logged, stored=stored, restarted=True)
+    again = Told(past, verify_every_steps=10, min_workers=2, **options)
+    again.now = told.now
+    for node in told.peers:
+        again(e.KeeperUp(node, node, (node, 1)))
+    if keepers is not None:
+        again(keepers)
+    again(group_of(events, generation))
+    return again
 
 
 def test_a_newcomer_that_computes_wrong_costs_no_more_than_what_its_group_has_done() -> None:
@@ -324,10 +379,10 @@ def test_a_coordinator_that_is_restarted_knows_what_may_be_restored_and_which_ho
         {"event": "corruption", "time": 3.0, "verified_step": 19},
         {"event": "quarantine", "time": 3.0, "node": "c", "host": "host", "seconds": 60.0, "reason": "corrupt"},
     ]
-    past = Past.of(events, generation=1, logged=30, stored=25, restarted=True)
+    past = Past.of(events, generation=1, logged=30, stored=[25], restarted=True)
     assert (past.limit, past.corrupt) == (19, {"host"})
     later = [*events, {"event": "generation", "time": 4.0, "start_step": 19, "generation": 2}]
-    assert Past.of(later, generation=2, logged=30, stored=25, restarted=True).limit is None
+    assert Past.of(later, generation=2, logged=30, stored=[25], restarted=True).limit is None
 
 
 def ack(told: Told, step: int, values: list[int]) -> None:

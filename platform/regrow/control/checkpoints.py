@@ -54,10 +54,10 @@ class Checkpoints:
         out: Outbox,
         *,
         timeout_s: float,
-        stored: int,
+        steps: StoredSteps,
     ) -> None:
-        """`stored` is the newest step that is in storage."""
-        self.cadence, self.timeout_s, self.stored = cadence, timeout_s, stored
+        """`steps` are in storage."""
+        self.cadence, self.timeout_s, self.stored = cadence, timeout_s, steps.newest
         self.upload: Upload | None = None
         self.failure = ""  # of the newest checkpoint that was begun
         self.is_left = False  # to another process, which writes the run now
@@ -69,8 +69,8 @@ class Checkpoints:
         self._last_step = NOTHING  # which it is then
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
-        self._number, self.steps = 0, StoredSteps(stored)
-        self.read_backs = ReadBacks(out, self.steps, timeout_s=timeout_s, keepers=keepers)
+        self._number, self.steps = 0, steps
+        self.read_backs = ReadBacks(out, steps, timeout_s=timeout_s, keepers=keepers)
         self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
         self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
 
@@ -90,6 +90,7 @@ class Checkpoints:
         """A generation trains from `start_step`: a checkpoint of a later step is none any more."""
         self.cadence.resumed(start_step, now)
         self.stored = min(self.stored, start_step)
+        self.steps.begin(start_step)
         self._end_at = self._arrives_until = None
         self._withdrawn |= {number for number, late in self._late.items() if late.version.step > start_step}
         if self.upload is not None and self.upload.version.step > start_step:

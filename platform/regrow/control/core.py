@@ -18,17 +18,18 @@ from regrow.control import events as e
 from regrow.control.arrivals import Arrivals
 from regrow.control.at_risk import AtRisk
 from regrow.control.cadence import Cadence
-from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
+from regrow.control.commands import Command, NoteDamaged, Outbox, Reply
 from regrow.control.commits import IsWhole
 from regrow.control.corruption import Corruptions
 from regrow.control.drains import Drains
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
-from regrow.control.membership import Formation, Membership
+from regrow.control.membership import Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
 from regrow.control.phases import FACTOR, ROOM_S, Phase, Usual
+from regrow.control.read_back import StoredSteps
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
 from regrow.control.sources import why_storage
@@ -44,9 +45,10 @@ from regrow.control.states import (
     Training,
     Waiting,
 )
+from regrow.control.takeover import Takeover
 from regrow.control.too_few import TooFew
 from regrow.control.troubles import FirstSteps
-from regrow.control.values import NOTHING, Version
+from regrow.control.values import Version
 from regrow.record.events import Cause
 
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
@@ -81,7 +83,7 @@ class Control:
             is_whole,
             copies=config.snapshot.copies,
             upload_timeout_s=config.checkpoint.timeout_s,
-            stored=past.stored,
+            steps=StoredSteps(past.stored, past.verified),
             first_message=first_message,
             fan_out=fan_out,
             now=now,
@@ -92,11 +94,12 @@ class Control:
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past.limit)
         self._spacing = SpacingPolicy(config.snapshot, self.cadence, self.snapshots.checkpoints, self._out)
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
-        self._is_restarted, self._rollbacks = past.restarted, past.rollbacks
+        self._rollbacks = past.rollbacks
+        self._takeover = Takeover(past, self.group, self.snapshots, self.corruptions, self._rows, self._out)
         self._num_failures, self._restore_s = 0, 0.0
         self._at_risk, self._handlers = AtRisk(self.group, self.snapshots), _handlers(self)
-        if past.restarted and past.stored != NOTHING:
-            self.cadence.resumed(past.stored, now)
+        if past.restarted and past.stored:
+            self.cadence.resumed(max(past.stored), now)
         if past.trained is not None:
             self.group.ending = Finished()
             self.snapshots.checkpoints.ask(past.trained, "the run ends", now)
@@ -229,13 +232,6 @@ class Control:
         self.health.look_at_devices(row["step"], now, self.snapshots.keepers.current, self.group.membership.current)
         self._out.append(Reply(RowAnswer(self.group.stop_reason or self.group.why_leave(now), every_steps=every_steps)))
 
-    def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
-        """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
-        self.snapshots.keepers_found(event, now)
-        if event.newest_generation > self.generation:
-            self.group.membership.generation = event.newest_generation + int(self._is_restarted)
-            self._out.append(TellOver(event.newest_generation, tuple(node for node, *_ in event.known)))
-
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
         self.corruptions.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
@@ -272,34 +268,13 @@ class Control:
         if event.event == "checkpoint":
             self.snapshots.checkpoints.has_stored(event.fields["step"])
         elif event.event == "checkpoint_damaged":
+            self.snapshots.checkpoints.steps.drop(event.fields["step"])
             self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
 
     def _answered(self, event: e.Answered, now: float) -> None:
         self._sealed(e.Sealed(self.snapshots.answered(event, now)), now)
         self.health.answered(event.question, event.node, event.answer, now)
         self.group.leave_slow_nodes(self._config.cluster.drain_slow_s, now)
-
-    def _restarted(self, event: e.Restarted, now: float) -> None:
-        """Go on with the group that trains, which may not even have noticed."""
-        self._out.record("coordinator_restarted", generation=self.generation)
-        self._out.append(Delete())  # the one before it may have died doing so
-        if not event.members:
-            return  # no group was formed since the driver started
-        group = self.group
-        group.formation = Formation(self.generation, event.members)
-        group.membership.take_up(event.members)
-        for member in event.members:
-            group.nodes.met(member)
-        if event.start_step is None:
-            group.take_up(Forming(self.generation), event.lost, event.lost_at, now)
-            return
-        self._rows.go_on(self.generation, event.start_step)
-        newest = self.newest_snapshot
-        last = max(self._rows.trained, newest.step if newest else 0)
-        self.snapshots.begin(self.generation, last, event.nodes, now)
-        self.corruptions.begin(event.start_step)
-        group.train(now)
-        group.take_up(group.state, event.lost, event.lost_at, now)
 
     def _finish(self, now: float, event: e.Event | None = None) -> list[Command]:
         while self._num_failures < self.group.num_failures:
@@ -356,7 +331,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.NodesAlive: nodes_alive,
         e.KeeperUp: keeper_up,
         e.NeighboursAsked: snapshots.neighbours,
-        e.KeepersFound: control._keepers_found,
+        e.KeepersFound: control._takeover.keepers_found,
         e.Sealed: control._sealed,
         e.Complaint: control._complained,
         e.GpuError: group.nodes.gpu_error,
@@ -374,7 +349,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.UndrainAsked: control.drains.undo,
         e.StopAsked: group.stop,
         e.Settle: lambda event, now: checkpoints.settle(control.next_step - 1, now),
-        e.Restarted: control._restarted,
+        e.Restarted: control._takeover.restarted,
         e.Closed: group.close,
     }
 

@@ -2,7 +2,7 @@
 
 import base64
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,12 +38,13 @@ class Past:
 
     generation: int = 0  # the newest one so far
     logged: int = 0  # the last step that has a row
-    stored: int = NOTHING  # the newest step in storage
+    stored: tuple[int, ...] = ()  # steps of the checkpoints in storage, without those that are noted as damaged
     restarted: bool = False  # this coordinator takes the place of one that died
     drained: frozenset[str] = frozenset()  # nodes, for maintenance
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
+    verified: int | None = None  # the step from which the newest group began, which is taken for right; None: none has
     limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
@@ -52,10 +53,16 @@ class Past:
 
     @staticmethod
     def of(
-        events: Sequence[Row], *, generation: int, logged: int, stored: int, restarted: bool, logged_at: float = 0.0
+        events: Sequence[Row],
+        *,
+        generation: int,
+        logged: int,
+        stored: Iterable[int],
+        restarted: bool,
+        logged_at: float = 0.0,
     ) -> "Past":
         """From the log's events, oldest first."""
-        past = Past(generation, logged, stored, restarted, _drained(events), logged_at=logged_at)
+        past = Past(generation, logged, tuple(stored), restarted, _drained(events), logged_at=logged_at)
         if not restarted:
             return past
         events, rollbacks = since_submitted(events), Rollbacks()
@@ -68,11 +75,13 @@ class Past:
         trained = next((event["step"] for event in events if event["event"] == "trained"), None)
         spares: Mapping[str, int] = next((e["nodes"] for e in reversed(events) if e["event"] == "spares"), {})
         failed = _failed_in_a_row(events, logged)
+        begun = [event["start_step"] for event in events if event["event"] == "generation"]
         return replace(
             past,
             trained=trained,
             quarantined_until=quarantined,
             corrupt=corrupt,
+            verified=begun[-1] if begun else None,
             limit=_limit(events),
             rollbacks=rollbacks,
             spares=spares,

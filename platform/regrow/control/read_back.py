@@ -1,10 +1,11 @@
 """The newest checkpoint is read once by the nodes that wrote it, before older ones are deleted for it. Pure."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack, ReadBackAll
 from regrow.control.events import Deleted, HasReadBack, Spoken
 from regrow.control.peers import KeeperRegistry
+from regrow.control.values import NOTHING
 
 MOST_READERS = 3  # of a part, one after another, where nodes are gone or storage does not answer
 
@@ -12,39 +13,48 @@ MOST_READERS = 3  # of a part, one after another, where nodes are gone or storag
 class StoredSteps:
     """Checkpoints in storage, as far as this job knows of them: which of them hold a verified state."""
 
-    def __init__(self, newest: int) -> None:
-        """`newest` was there when the job began."""
-        self._verified, self._later = newest, list[int]()
-        self._before = newest  # what was the newest verified one before `_verified`
+    def __init__(self, steps: Iterable[int], verified: int | None = None) -> None:
+        """`steps`: of those that are there when the coordinator begins; of them, the ones up to step `verified` are
+        taken for right. None: all of them, as by a job that begins."""
+        self._steps = list(steps)
+        self._verified = self.newest if verified is None else verified  # states up to that of this step are
         self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
 
+    @property
+    def newest(self) -> int:
+        return max(self._steps, default=NOTHING)
+
     def add(self, step: int) -> None:
-        if step > self._verified and step not in self._later:
-            self._later.append(step)
+        if step not in self._steps:
+            self._steps.append(step)
+
+    def begin(self, start_step: int) -> None:
+        """A group trains from this step: what comes after it is computed anew."""
+        self._verified = min(self._verified, start_step)
 
     def verify(self, step: int) -> None:
         """States up to that of this step are verified."""
-        newest = max([self._verified, *(each for each in self._later if each <= step)])
-        if newest != self._verified:
-            self._before, self._verified = self._verified, newest
-        self._later = [each for each in self._later if each > step]
+        self._verified = max(self._verified, step)
 
     def drop(self, step: int) -> None:
         """It is damaged."""
-        self._later = [each for each in self._later if each != step]
-        if self._verified == step:
-            self._verified = self._before
+        self._steps = [each for each in self._steps if each != step]
 
     @property
     def deletions(self) -> list[Delete]:
         """That of old ones, unless the newest verified one would be among them."""
         return [] if self.keep and len(self._later) >= self.keep else [Delete()]
 
+    @property
+    def _later(self) -> list[int]:
+        return [each for each in self._steps if each > self._verified]
+
     def roll_back(self, step: int) -> tuple[int, list[int]]:
         """The newest one that still counts, and those that do not, where states after this step do not."""
-        self.verify(step)
-        dropped, self._later = self._later, []
-        return self._verified, dropped
+        self._verified = step
+        dropped = self._later
+        self._steps = [each for each in self._steps if each <= step]
+        return self.newest, dropped
 
 
 class ReadBacks:

@@ -20,6 +20,7 @@ from regrow.control.commits import CommitTracker, IsWhole
 from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
 from regrow.control.node_times import SnapshotTimes
 from regrow.control.peers import KeeperRegistry
+from regrow.control.read_back import StoredSteps
 from regrow.control.silent import HANGS, LATE_S, SilentKeepers
 from regrow.control.states import Settling
 from regrow.control.values import NEVER, Replica, SnapshotAck, Version, short_id
@@ -45,7 +46,7 @@ class Snapshots:
         *,
         copies: int,
         upload_timeout_s: float,
-        stored: int,
+        steps: StoredSteps,
         first_message: int,
         fan_out: int,
         now: float,
@@ -53,7 +54,7 @@ class Snapshots:
         self.keepers = KeeperRegistry(fan_out, copies)
         self.commits = CommitTracker(is_whole)
         self.checkpoints = Checkpoints(
-            cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s, stored=stored
+            cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s, steps=steps
         )
         self.silent = SilentKeepers(out)
         self.awaited = AwaitedNodes(self.commits, self.keepers, self.checkpoints, out)

@@ -21,7 +21,7 @@ from regrow.control.drains import Maintenance
 from regrow.control.membership import Member
 from regrow.control.past import Past, group_of
 from regrow.control.states import GivenUp, RowAnswer, Settling
-from regrow.control.values import NOTHING, Peer, SnapshotAck
+from regrow.control.values import Peer, SnapshotAck
 from regrow.control.verification import Outcome
 from regrow.errors import RegrowError, ResumeError, first_line
 from regrow.record.claim import Claim
@@ -194,8 +194,8 @@ class Coordinator(Seats, Drained, Verified):
         return self.shell.control.next_step
 
     def stored_step(self) -> int:
-        """The newest step that is in storage, for a group that forms; 0: none."""
-        return max(0, self.shell.control.snapshots.checkpoints.stored)
+        """The newest step that is in storage, for a group that forms; NOTHING: none."""
+        return self.shell.control.snapshots.checkpoints.stored
 
     def secret(self) -> bytes:
         """The keepers'. Asked for: Ray's dashboard shows what workers are given at their start, and the GCS keeps what
@@ -430,12 +430,11 @@ def _read(folder: Storage, checkpoints: str, *, restarted: bool) -> tuple[list[d
     generation = next_generation(events) - 1
     row = (patiently(lambda: newest_row(folder)) if generation else None) or {"step": 0}
     stored = patiently(lambda: committed_steps(folder / checkpoints))
-    newest = stored[0] if stored else NOTHING
     return events, Past.of(
         events,
         generation=generation,
         logged=int(row["step"]),
-        stored=newest,
+        stored=stored,
         restarted=restarted,
         logged_at=positive(row.get("time")),
     )

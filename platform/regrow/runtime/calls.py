@@ -198,7 +198,7 @@ class CoordinatorClient:
         return int(_wait(self.handle.next_step.remote()))
 
     def stored_step(self) -> int:
-        """The newest step that is in storage, as far as the coordinator knows; 0: none."""
+        """The newest step that is in storage, as far as the coordinator knows; NOTHING: none."""
         return int(_wait(self.handle.stored_step.remote()))
 
     def trusted_step(self) -> int | None:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import ParallelConfig, PretrainConfig
+from regrow.control.values import NOTHING
+from regrow.errors import CheckpointError
 from regrow.model.linears import recipe_after
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.float8 import inner_tensor
@@ -127,15 +129,23 @@ def restore(
     Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported, which
     has it noted, and the one before it taken; those noted before come last. `entries` are those of `built`,
     on a rank at this place of the mesh.
-    Raises CheckpointError if all checkpoints are damaged, or one is another run's or of a version not read here.
+    Raises CheckpointError if all checkpoints are damaged, or one is another run's or of a version not read here; and
+    where of those that may be restored, after a corruption was found, none is there any more.
     """
     folder, limit = Storage.at(job.checkpoints), _trusted(job)
+    stored = _newest_stored(job, limit)
     if memory is not None:
-        restored = memory.restore(entries, place, at_least=_newest_stored(job, limit))
+        restored = memory.restore(entries, place, at_least=max(0, stored))
         if restored is not None:
             return restored, "snapshot"
     steps, noted = on_first_rank_or_each(lambda: catalog.committed_and_damaged(folder))
+    found = [*steps, *noted]
     steps, noted = _up_to(limit, steps), _up_to(limit, noted)
+    if found and stored != NOTHING and not steps and not noted:
+        raise CheckpointError(
+            f"{folder}: the checkpoint of step {stored}, the newest whose state is known to be right, is gone, and "
+            "later ones have what some rank computed wrong; put it back, or train anew under another run.name"
+        )
 
     def damaged(step: int, detail: str) -> None:
         if dist.get_rank() == 0:
@@ -177,5 +187,5 @@ def _newest_stored(job: Job, limit: int | None) -> int:
     Storage itself is not asked: this rank's host may be the one where it hangs, and what memory holds is all that the
     group needs. Collective.
     """
-    stored = from_rank_0(CoordinatorClient(job.coordinator).stored_step() if dist.get_rank() == 0 else 0)
-    return stored if limit is None or stored <= limit else 0
+    stored = from_rank_0(CoordinatorClient(job.coordinator).stored_step() if dist.get_rank() == 0 else NOTHING)
+    return stored if limit is None or stored <= limit else NOTHING

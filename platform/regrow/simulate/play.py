@@ -506,7 +506,7 @@ def _submit_again(player: Player, why: str) -> None:
     player.restart_s = costs.restart_s if why == "head" else costs.stop_s
     player.unsealed.clear()
     player.dead.clear()
-    past = Past(player.control.generation, logged=len(rows), stored=stored)
+    past = Past(player.control.generation, logged=len(rows), stored=(stored,))
     player.control = Control(player.config, is_whole=_all_are, now=player.now, past=past)
     player.log.event(Submitted(time=player.now, min_workers=player.config.cluster.min_workers))
     for node in [each for each in player.nodes.values() if each.is_up]:

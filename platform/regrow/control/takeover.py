@@ -1,0 +1,50 @@
+"""What a coordinator goes on with that takes the place of another one, or comes after an earlier job. Pure."""
+
+from regrow.control.commands import Outbox, TellOver
+from regrow.control.corruption import Corruptions
+from regrow.control.events import KeepersFound, Restarted
+from regrow.control.group import Group
+from regrow.control.membership import Formation
+from regrow.control.past import Past
+from regrow.control.rows import Rows
+from regrow.control.snapshots import Snapshots
+from regrow.control.states import Forming
+
+
+class Takeover:
+    """Of the run's group, of what keepers hold, and of what is in storage."""
+
+    def __init__(
+        self, past: Past, group: Group, snapshots: Snapshots, corruptions: Corruptions, rows: Rows, out: Outbox
+    ) -> None:
+        self._past, self._group, self._snapshots = past, group, snapshots
+        self._corruptions, self._rows, self._out = corruptions, rows, out
+
+    def keepers_found(self, event: KeepersFound, now: float) -> None:
+        """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
+        self._snapshots.keepers_found(event, now)
+        if event.newest_generation > self._group.generation:
+            self._group.membership.generation = event.newest_generation + int(self._past.restarted)
+            self._out.append(TellOver(event.newest_generation, tuple(node for node, *_ in event.known)))
+
+    def restarted(self, event: Restarted, now: float) -> None:
+        """Go on with the group that trains, which may not even have noticed."""
+        group, snapshots = self._group, self._snapshots
+        self._out.record("coordinator_restarted", generation=group.generation)
+        self._out.extend(snapshots.checkpoints.steps.deletions)  # the one before it may have died doing so
+        if not event.members:
+            return  # no group was formed since the driver started
+        group.formation = Formation(group.generation, event.members)
+        group.membership.take_up(event.members)
+        for member in event.members:
+            group.nodes.met(member)
+        if event.start_step is None:
+            group.take_up(Forming(group.generation), event.lost, event.lost_at, now)
+            return
+        self._rows.go_on(group.generation, event.start_step)
+        newest = snapshots.commits.newest
+        last = max(self._rows.trained, newest.version.step if newest else 0)
+        snapshots.begin(group.generation, last, event.nodes, now)
+        self._corruptions.begin(event.start_step)
+        group.train(now)
+        group.take_up(group.state, event.lost, event.lost_at, now)
