@@ -13,7 +13,7 @@ from regrow.control.read_back import StoredSteps
 from regrow.control.states import GivenUp, Training, Waiting
 from regrow.control.values import Digest, SnapshotAck, Version
 from regrow.control.verification import ACTIVATIONS, GRADIENTS, LOSS, Checks, Outcome, named
-from support.control_world import play_corrupt
+from support.control_world import Shard, play_corrupt
 from support.told import Told, log_of, one
 
 NODES = "abcd"
@@ -246,6 +246,82 @@ def test_a_checkpoint_that_a_group_could_not_read_is_not_the_verified_one() -> N
     outcome(told, 17, odd=(1,))
     assert [each.step for each in told.of(c.NoteDamaged)] == [25, 10, 15]
     assert told.control.snapshots.checkpoints.stored == 5
+
+
+def corrupted(**options: Any) -> tuple[Told, e.KeepersFound]:
+    """A group in which c computes wrong since step 20, and what keepers hold: they have not heard of it yet."""
+    told = verifying(3, **options)
+    outcome(told, 10)
+    outcome(told, 20)
+    for step in range(1, 32):
+        told.row(step)
+    held = []
+    for step in (14, 28, 31):
+        commit(told, step)
+        held.append([Shard(Version(1, step), node, 3, step) for node in "abc"])
+    outcome(told, 30, odd=(2,))
+    outcome(told, 31, odd=(2,))
+    return told, e.KeepersFound(tuple((node, Version(1, 31), each) for node, *each in zip("abc", *held, strict=True)))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_coordinator_that_is_restarted_after_a_corruption_goes_back_before_it(is_told: bool) -> None:
+    """Before, it took the newest snapshot that keepers hold, and later reports for commits."""
+    told, keepers = corrupted()
+    if not is_told:  # the one before has written no more
+        number = next(n for n, each in enumerate(told.commands) if getattr(each, "event", "") == "corruption")
+        del told.commands[number + 1 :]
+    again = taken_up(told, stored=[25, 15], keepers=keepers)
+    assert isinstance(again.control.state, Waiting)
+    assert [each.generation for each in again.of(c.TellOver)] == [1]
+    assert again.control.corruptions.limit == 19
+    assert again.control.newest_snapshot == Version(1, 14)
+    assert (again.control.snapshots.checkpoints.stored, [each.step for each in again.of(c.NoteDamaged)]) == (15, [25])
+    again.seal(Version(1, 32), told.peers)
+    assert again.control.newest_of([Version(1, 31)]) == Version(1, 14)
+    again.form(one(0, "a"), one(1, "b"))
+    again.begin("ab", step=15)
+    assert again.control.corruptions.limit is None
+    again.seal(Version(2, 32), again.peers)
+    assert again.control.newest_snapshot == Version(2, 32)
+
+
+def test_a_job_after_a_corruption_goes_back_before_it() -> None:
+    told, keepers = corrupted()
+    events = [*log_of(told), {"event": "submitted", "time": told.now}]
+    past = Past.of(events, generation=1, logged=31, stored=[25, 15], restarted=False)
+    again = Told(past, verify_every_steps=10, min_workers=2)
+    again(keepers)
+    assert again.control.corruptions.limit == 19
+    assert again.control.newest_snapshot == Version(1, 14)
+    assert (again.control.snapshots.checkpoints.stored, [each.step for each in again.of(c.NoteDamaged)]) == (15, [25])
+
+
+def test_a_verified_checkpoint_that_is_gone_is_still_known_of() -> None:
+    """So that no group begins from the seed: see `runtime.restore`."""
+    told = verifying(3)
+    write(told, 15, 25)
+    outcome(told, 20)
+    outcome(told, 30, odd=(2,))
+    outcome(told, 31, odd=(2,))
+    assert Past.of(log_of(told), generation=1, logged=31, stored=[25], restarted=False).stored == (25, 15)
+    assert Past.of(log_of(told), generation=1, logged=31, stored=[25, 15], restarted=False).stored == (25, 15)
+
+
+def test_a_coordinator_that_is_restarted_waits_for_the_third_unit_as_the_one_before_did() -> None:
+    told = verifying(2, max_workers=4, wait_for_workers_s=600.0)
+    differing(told)
+    again = taken_up(told, stored=[], max_workers=4, wait_for_workers_s=600.0)
+    again.join(one(0, "a"), one(1, "b"))
+    again.now += 300.0
+    assert again.ask("m0").formation is None
+    assert len(again.form(one(0, "a"), one(1, "b"), one(2, "c")).members) == 3
+    alone = taken_up(told, stored=[], max_workers=4, wait_for_workers_s=600.0)
+    alone.now += 601.0
+    alone()
+    assert isinstance(alone.control.ending, GivenUp)
+    assert "one of them computes wrong" in alone.control.ending.message
+    assert "no third came within 600 s" in alone.control.ending.message
 
 
 def taken_up(told: Told, *, stored: Iterable[int], keepers: e.KeepersFound | None = None, **options: Any) -> Told:

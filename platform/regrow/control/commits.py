@@ -120,21 +120,28 @@ class CommitTracker:
         later = (each for each in whole if each.generation == generation and each.step <= logged)
         return max([committed, *later])
 
-    def rebuild(self, known: Iterable[tuple[str, Version, Iterable[Replica]]]) -> None:
+    def rebuild(
+        self,
+        known: Iterable[tuple[str, Version, Iterable[Replica]]],
+        counts: Callable[[Version], bool] = lambda version: True,
+    ) -> None:
         """After the coordinator was lost: from each keeper's (node, newest commit it knows, what it holds).
 
         Keepers hear of a commit after it was made, so the newest one that any of them knows is committed. Where parts
         of it are gone, a newer one was committed that only a lost node had heard of, and freed slots for: the newest
         that is held whole. What only copies are left of is written from these. Where a group trains by now, some
         have answered late: what is whole of its own steps counts, as what others hold was asked before.
+        What does not count of the run any more, as the log has it, is as good as gone.
         """
-        found = [(node, version, list(held)) for node, version, held in known]
-        newest = max((version for _, version, _ in found), default=NEVER)
-        all_held = [each for _, _, held in found for each in held]
-        if newest != NEVER and not self._is_whole(newest, all_held):
+        told = [(node, version, list(held)) for node, version, held in known]
+        found = [(node, [each for each in held if counts(each.moment)]) for node, _, held in told]
+        newest = max((version for _, version, _ in told if counts(version)), default=NEVER)
+        all_held = [each for _, held in found for each in held]
+        is_known = any(version != NEVER for _, version, _ in told)
+        if is_known and not self._is_whole(newest, all_held):
             later = {each.moment for each in all_held if each.moment > newest}
             newest = max((version for version in later if self._is_whole(version, all_held)), default=newest)
-        of_newest = [(node, [each for each in held if each.moment == newest]) for node, _, held in found]
+        of_newest = [(node, [each for each in held if each.moment == newest]) for node, held in found]
         peers: dict[str, tuple[str, ...]] = {
             node: () for node, held in of_newest if any(not each.copy_of for each in held)
         }

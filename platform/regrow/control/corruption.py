@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
-from regrow.control.commands import Outbox
+from regrow.control.commands import NoteDamaged, Outbox
 from regrow.control.events import Verified
 from regrow.control.group import Group
 from regrow.control.replicas import Replicas, Unequal
@@ -25,7 +25,7 @@ class Corruptions:
     def __init__(
         self, config: PretrainConfig, group: Group, snapshots: Snapshots, out: Outbox, limit: int | None
     ) -> None:
-        """`limit` is the newest step that may be restored, of an earlier coordinator."""
+        """`limit` is the newest step that may be restored, as an earlier coordinator has found."""
         every_steps, train = config.cluster.verify_every_steps, config.train
         last_step = min(train.steps, train.stop_at_step or train.steps)
         self._meshes = {size: each.mesh for size, each in topologies(config).items()}
@@ -36,6 +36,8 @@ class Corruptions:
         snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
         self._replicas = Replicas()
         self._undecided = 0  # times that two replicas differed, with no snapshot committed in between
+        if limit is not None:
+            self._drop_checkpoints(limit)  # which the one before may have died doing
 
     @property
     def limit(self) -> int | None:
@@ -108,18 +110,36 @@ class Corruptions:
                 self._group.decided()
             return
         where = f"{named(found.parts, outcome.pp)}: " if outcome.pp > 1 else ""
-        self._record(event.step, found, f"{where}{' and '.join(outcome.compared)} of the same micro-batch")
-        self._snapshots.roll_back(found.state_of, now)
+        waits_for = None if found.is_decided else self._deciding(found, outcome.num_units)
+        detail = f"{where}{' and '.join(outcome.compared)} of the same micro-batch"
+        self._record(event.step, found, detail, waits_for)
+        self._snapshots.go_back(found.state_of, now)
+        self._drop_checkpoints(found.state_of)
         if found.is_decided:
             parts = named(found.parts, outcome.pp)
             detail = f"{parts}: its checksums in step {event.step} differ from those of most others"
             self._group.decided()
             self._group.expel_corrupt(found, detail, now)
             return
-        self._differ(found, event.step, outcome.num_units, now)
+        self._differ(found, event.step, waits_for, now)
 
-    def _differ(self, found: Finding, step: int, num_units: int, now: float) -> None:
-        """Units differ, and it is not known which is wrong. `num_units` has those of other kinds of device, too."""
+    def _drop_checkpoints(self, step: int) -> None:
+        """Those of states after this step are not to be used: some rank computed wrong."""
+        checkpoints = self._snapshots.checkpoints
+        stored, dropped = checkpoints.steps.roll_back(step)
+        checkpoints.stored = min(checkpoints.stored, stored)
+        why = f"a rank computed wrong; step {step} is the newest whose state is known to be right"
+        self._out.extend(NoteDamaged(each, why) for each in dropped)
+
+    def _deciding(self, found: Finding, num_units: int) -> int | None:
+        """Members of a group with a third unit, which can tell; None: it would not, or there is none that is allowed.
+        `num_units` has those of other kinds of device, too."""
+        missing = DECIDING_UNITS - len({part // self.verification.mesh.pp for part in found.parts})
+        sizes = [size for size in self._group.membership.sizes if self._meshes[size].num_units >= num_units + missing]
+        return min(sizes) if missing > 0 and self._group.in_place and sizes else None
+
+    def _differ(self, found: Finding, step: int, waits_for: int | None, now: float) -> None:
+        """Units differ, and it is not known which is wrong."""
         group, parts = self._group, named(found.parts, self.verification.mesh.pp)
         nodes = ", ".join(dict.fromkeys(member.node[:12] for member in found.members))
         question = (
@@ -127,11 +147,9 @@ class Corruptions:
             "and there is no third of their kind to tell which is wrong; the state of step "
             f"{found.state_of} is the newest known to be right"
         )
-        missing = DECIDING_UNITS - len({part // self.verification.mesh.pp for part in found.parts})
-        sizes = [size for size in group.membership.sizes if self._meshes[size].num_units >= num_units + missing]
-        if missing > 0 and group.in_place and sizes:
+        if waits_for is not None:
             group.failed(Cause.corrupted, f"{parts} differ in step {step}, and a third is to tell", [])
-            group.wait_to_decide(min(sizes), question, now)
+            group.wait_to_decide(waits_for, question, now)
             return
         group.give_up(f"{question}: {A_THIRD}")
         group.break_off(now)
@@ -154,7 +172,7 @@ class Corruptions:
             text = f"node {node[:12]} has the only unit with its kind of device: what it computes is compared with none"
             self._out.record("note", text=text)
 
-    def _record(self, step: int, found: Finding, detail: str) -> None:
+    def _record(self, step: int, found: Finding, detail: str, waits_for: int | None = None) -> None:
         ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
         self._out.record(
             "corruption",
@@ -164,5 +182,6 @@ class Corruptions:
             nodes=list(dict.fromkeys(member.node for member in found.members)),
             verified_step=found.state_of,
             is_decided=found.is_decided,
+            waits_for=waits_for,
             detail=detail,
         )

@@ -187,6 +187,7 @@ class Group(Losses):
             self.membership.died(self.membership.current[rank].id for rank in lost)
             self.membership.over_since = now  # others may have died meanwhile, and none says so again
             self.count_left(min(lost_at, now))
+            self._tell_over()  # as the other one may have died before
         self.enter(state if lost is None and self.ending is None else Waiting(), now)
         if isinstance(state, Training):
             self.first_steps.proven = frozenset(member.id for member in self.membership.current)

@@ -9,8 +9,8 @@ from typing import Any
 from regrow.control.events import Restarted
 from regrow.control.membership import Member
 from regrow.control.troubles import ERROR, LOSS, LOSSES
-from regrow.control.values import NOTHING
-from regrow.record.events import Cause
+from regrow.control.values import NOTHING, Version
+from regrow.record.events import Cause, Corruption, from_row
 
 Row = Mapping[str, Any]
 
@@ -41,15 +41,20 @@ class Past:
     stored: tuple[int, ...] = ()  # steps of the checkpoints in storage, without those that are noted as damaged
     restarted: bool = False  # this coordinator takes the place of one that died
     drained: frozenset[str] = frozenset()  # nodes, for maintenance
+    limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
     verified: int | None = None  # the step from which the newest group began, which is taken for right; None: none has
-    limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
+    undecided: Corruption | None = None  # for which a third unit is waited for, and no group has followed
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
     failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps.failed`
     logged_at: float = 0.0  # when the last step that has a row ended, unix time; 0: none has
+
+    def counts(self, version: Version) -> bool:
+        """Whether a snapshot that keepers hold, of whatever group, may be gone on from, as far as the log tells."""
+        return version.generation > self.generation or self.limit is None or version.step <= self.limit
 
     @staticmethod
     def of(
@@ -62,7 +67,8 @@ class Past:
         logged_at: float = 0.0,
     ) -> "Past":
         """From the log's events, oldest first."""
-        past = Past(generation, logged, tuple(stored), restarted, _drained(events), logged_at=logged_at)
+        drained, limit = _drained(events), _limit(events)
+        past = Past(generation, logged, _known(stored, events, limit), restarted, drained, limit, logged_at=logged_at)
         if not restarted:
             return past
         events, rollbacks = since_submitted(events), Rollbacks()
@@ -82,7 +88,7 @@ class Past:
             quarantined_until=quarantined,
             corrupt=corrupt,
             verified=begun[-1] if begun else None,
-            limit=_limit(events),
+            undecided=_undecided(events),
             rollbacks=rollbacks,
             spares=spares,
             failed_groups=failed,
@@ -112,21 +118,23 @@ def _members_of(forming: Row) -> tuple[Member, ...]:
 
 def group_of(events: Sequence[Row], generation: int) -> Restarted:
     """What the log says of the newest generation."""
-    newest = [event for event in since_submitted(events) if event.get("generation") == generation]
+    events = since_submitted(events)
+    newest = [event for event in events if event.get("generation") == generation]
     forming = next((event for event in newest if event["event"] == "forming"), None)
     if forming is None:
         return Restarted((), None, ())
     begun = next((event for event in newest if event["event"] == "generation"), None)
+    over = [event for event in events[events.index(forming) :] if event["event"] == "corruption"]  # it is, after one
     failures = [event for event in newest if event["event"] == "failure"]
-    lost = {rank for failure in failures for rank in failure["ranks"]}
+    lost = {rank for each in [*over, *failures] if each.get("is_decided", True) for rank in each["ranks"]}
     if any(failure["cause"] == Cause.controller_died for failure in failures):
         lost = set(range(len(forming["members"])))  # which end with it
     return Restarted(
         _members_of(forming),
         begun["start_step"] if begun is not None else None,
         tuple(dict.fromkeys(worker["node"] for worker in begun["workers"])) if begun is not None else (),
-        tuple(sorted(lost)) if failures else None,
-        failures[-1]["time"] if failures else 0.0,
+        tuple(sorted(lost)) if over or failures else None,
+        max((each["time"] for each in [*over, *failures]), default=0.0),
     )
 
 
@@ -146,14 +154,28 @@ def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
     return count if logged <= start else 0
 
 
+def _corruption(events: Sequence[Row]) -> Row | None:
+    """The newest, if no group has begun since."""
+    newest = next((event for event in reversed(events) if event["event"] in ("generation", "corruption")), None)
+    return newest if newest is not None and newest["event"] == "corruption" else None
+
+
 def _limit(events: Sequence[Row]) -> int | None:
-    """Of the newest corruption, if no group has begun since."""
-    for event in reversed(events):
-        if event["event"] == "generation":
-            break
-        if event["event"] == "corruption":
-            return int(event["verified_step"])
-    return None
+    found = _corruption(events)
+    return int(found["verified_step"]) if found is not None else None
+
+
+def _undecided(events: Sequence[Row]) -> Corruption | None:
+    event = from_row(dict(_corruption(events) or {"event": ""}))
+    return event if isinstance(event, Corruption) and event.waits_for is not None else None
+
+
+def _known(stored: Iterable[int], events: Sequence[Row], limit: int | None) -> tuple[int, ...]:
+    """Steps in storage; and where none of them may be restored, those that were there once and might be."""
+    steps = tuple(stored)
+    if limit is None or any(step <= limit for step in steps):
+        return steps
+    return (*steps, *(e["step"] for e in events if e["event"] == "checkpoint" and e["step"] <= limit))
 
 
 def _drained(events: Sequence[Row]) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """What is safe: snapshots that are committed in memory, checkpoints made of them, what keepers are told. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from regrow.control.awaited import ARE_BACK, AwaitedNodes
 from regrow.control.cadence import Cadence
@@ -8,7 +8,6 @@ from regrow.control.checkpoints import Checkpoints
 from regrow.control.commands import (
     Announce,
     Ask,
-    NoteDamaged,
     Outbox,
     Question,
     Reply,
@@ -130,16 +129,8 @@ class Snapshots:
         self.commits.expect(verifies)
         self.checkpoints.steps.verify(step)
 
-    def roll_back(self, step: int, now: float) -> None:
-        """What comes after this step is not to be used, in memory and in storage: some rank computed wrong."""
-        self.go_back(step, now)
-        stored, dropped = self.checkpoints.steps.roll_back(step)
-        self.checkpoints.stored = min(self.checkpoints.stored, stored)
-        why = f"a rank computed wrong; step {step} is the newest whose state is known to be right"
-        self._out.extend(NoteDamaged(each, why) for each in dropped)
-
     def go_back(self, step: int, now: float) -> None:
-        """The same of memory alone, where nothing later was committed."""
+        """What comes after this step is not to be used of what is in memory: some rank computed wrong."""
         self.commits.roll_back(step)
         self.checkpoints.discard(now)
 
@@ -155,8 +146,8 @@ class Snapshots:
             self._tell_places()
             self._announce()
 
-    def keepers_found(self, event: KeepersFound, now: float) -> None:
-        self.commits.rebuild(event.known)
+    def keepers_found(self, event: KeepersFound, counts: Callable[[Version], bool]) -> None:
+        self.commits.rebuild(event.known, counts)
 
     def nodes_alive(self, event: NodesAlive, now: float) -> None:
         self.keepers.nodes_alive(event.nodes)

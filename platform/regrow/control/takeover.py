@@ -22,7 +22,7 @@ class Takeover:
 
     def keepers_found(self, event: KeepersFound, now: float) -> None:
         """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
-        self._snapshots.keepers_found(event, now)
+        self._snapshots.keepers_found(event, self._past.counts)
         if event.newest_generation > self._group.generation:
             self._group.membership.generation = event.newest_generation + int(self._past.restarted)
             self._out.append(TellOver(event.newest_generation, tuple(node for node, *_ in event.known)))
@@ -38,6 +38,8 @@ class Takeover:
         group.membership.take_up(event.members)
         for member in event.members:
             group.nodes.met(member)
+        if (question := self._past.undecided) is not None:
+            group.membership.least, group.too_few.open_question = question.waits_for or 0, question.sentence()
         if event.start_step is None:
             group.take_up(Forming(group.generation), event.lost, event.lost_at, now)
             return
@@ -46,5 +48,8 @@ class Takeover:
         last = max(self._rows.trained, newest.version.step if newest else 0)
         snapshots.begin(group.generation, last, event.nodes, now)
         self._corruptions.begin(event.start_step)
+        if (limit := self._past.limit) is not None:  # the group is over, and what it did since does not count
+            self._corruptions.verification.limit = limit
+            snapshots.commits.roll_back(limit)
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
