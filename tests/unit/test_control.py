@@ -1236,6 +1236,26 @@ def test_a_coordinator_that_was_restarted_allows_no_more_rollbacks_than_one_that
     assert Past.of(log_of(told), generation=1, logged=0, stored=(), restarted=True).rollbacks == Rollbacks(1, 5)
 
 
+def test_what_keepers_hold_does_not_count_where_a_group_after_it_went_another_way() -> None:
+    """Of another door, or another cluster, which knew nothing of these keepers; the log has all groups."""
+    told = training("ab")
+    told.row(1)
+    events = [
+        *log_of(told),
+        {"event": "generation", "generation": 2, "start_step": 0, "time": told.now, "workers": []},
+        {"event": "generation", "generation": 3, "start_step": 200, "time": told.now, "workers": []},
+        {"event": "submitted", "time": told.now},
+    ]
+    for generation, step, counts in ((1, 290, False), (2, 290, False), (2, 200, True), (3, 250, True), (4, 1, True)):
+        again = Told(Past.of(events, generation=3, logged=250, stored=[200], restarted=False))
+        version = Version(generation, step)
+        known = tuple((node, version, [Shard(version, node, 2, step)]) for node in "ab")
+        again(e.KeepersFound(known, generation))
+        assert again.control.newest_snapshot == (version if counts else None)
+        notes = [each["text"] for each in again.records("note")]
+        assert [each.endswith("generation 3 went on from step 200") for each in notes] == [True] * (not counts)
+
+
 def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
     told = Told()
     told.form(one(1))

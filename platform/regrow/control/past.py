@@ -42,6 +42,7 @@ class Past:
     restarted: bool = False  # this coordinator takes the place of one that died
     drained: frozenset[str] = frozenset()  # nodes, for maintenance
     limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
+    began: tuple[Version, ...] = ()  # newest first, groups that trained, by the step from which each did; see `_began`
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
@@ -54,7 +55,14 @@ class Past:
 
     def counts(self, version: Version) -> bool:
         """Whether a snapshot that keepers hold, of whatever group, may be gone on from, as far as the log tells."""
-        return version.generation > self.generation or self.limit is None or version.step <= self.limit
+        if version.generation > self.generation:
+            return True
+        return (self.limit is None or version.step <= self.limit) and self.successor(version) is None
+
+    def successor(self, version: Version) -> Version | None:
+        """The newest group after that of a snapshot, if it went on from an earlier step: another one's way since."""
+        later = (each for each in self.began if each.generation > version.generation)
+        return next((each for each in later if each.step < version.step), None)
 
     @staticmethod
     def of(
@@ -68,7 +76,8 @@ class Past:
     ) -> "Past":
         """From the log's events, oldest first."""
         drained, limit = _drained(events), _limit(events)
-        past = Past(generation, logged, _known(stored, events, limit), restarted, drained, limit, logged_at=logged_at)
+        steps, began = _known(stored, events, limit), _began(events)
+        past = Past(generation, logged, steps, restarted, drained, limit, began, logged_at=logged_at)
         if not restarted:
             return past
         events, rollbacks = since_submitted(events), Rollbacks()
@@ -152,6 +161,15 @@ def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
             count = counted if event["start_step"] > start else count
             start = event["start_step"]
     return count if logged <= start else 0
+
+
+def _began(events: Sequence[Row]) -> tuple[Version, ...]:
+    """Of those that began from a later step than one after them, none is left: the other says more."""
+    found: list[Version] = []
+    for event in reversed(events):
+        if event["event"] == "generation" and (not found or event["start_step"] < found[-1].step):
+            found.append(Version(event["generation"], event["start_step"]))
+    return tuple(found)
 
 
 def _corruption(events: Sequence[Row]) -> Row | None:

@@ -9,6 +9,7 @@ from regrow.control.past import Past
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Forming
+from regrow.control.values import NEVER
 
 
 class Takeover:
@@ -23,6 +24,10 @@ class Takeover:
     def keepers_found(self, event: KeepersFound, now: float) -> None:
         """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
         self._snapshots.keepers_found(event, self._past.counts)
+        newest = max((version for _, version, _ in event.known), default=NEVER)
+        if (successor := self._past.successor(newest)) is not None:
+            text = f"step {newest.step} of generation {newest.generation}, which nodes have in memory, does not count: "
+            self._out.record("note", text=f"{text}generation {successor.generation} went on from step {successor.step}")
         if event.newest_generation > self._group.generation:
             self._group.membership.generation = event.newest_generation + int(self._past.restarted)
             self._out.append(TellOver(event.newest_generation, tuple(node for node, *_ in event.known)))
