@@ -1256,6 +1256,36 @@ def test_what_keepers_hold_does_not_count_where_a_group_after_it_went_another_wa
         assert [each.endswith("generation 3 went on from step 200") for each in notes] == [True] * (not counts)
 
 
+@pytest.mark.parametrize("is_restarted", [True, False], ids=["coordinator", "job"])
+def test_what_is_in_memory_of_a_state_that_went_wrong_counts_for_no_coordinator_after_that_either(
+    is_restarted: bool,
+) -> None:
+    """Each would have begun from the same state again, for as many rollbacks as are allowed."""
+    told = training("ab")
+    for step in range(1, 16):
+        told.row(step)
+    told.seal(Version(1, 14), told.peers)
+    told(e.NotFinite(1, 15, "loss is nan"))
+    events = log_of(told)
+    again = Told(Past.of(events, generation=1, logged=15, stored=[10], restarted=is_restarted))
+    for node in "ab":
+        again(e.KeeperUp(node, node, (node, 1)))
+    held = {node: [Shard(Version(1, step), node, 2, step) for step in (13, 14, 15)] for node in "ab"}
+    found = e.KeepersFound(tuple((node, Version(1, 14), held[node]) for node in "ab"), 1)
+    again(found)
+    if is_restarted:
+        again(group_of(events, 1))
+        assert isinstance(again.control.state, Waiting)
+    assert again.control.newest_snapshot is None
+    again.seal(Version(1, 15), told.peers)
+    again(found)
+    assert again.control.newest_snapshot is None
+    again.form(one(0, "a"), one(1, "b"))
+    again.begin("ab", step=10)
+    again.seal(Version(2, 11), again.peers)
+    assert again.control.newest_snapshot == Version(2, 11)
+
+
 def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
     told = Told()
     told.form(one(1))

@@ -43,6 +43,7 @@ class Past:
     drained: frozenset[str] = frozenset()  # nodes, for maintenance
     limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
     began: tuple[Version, ...] = ()  # newest first, groups that trained, by the step from which each did; see `_began`
+    discarded: int = NOTHING  # the newest group, where its state went wrong in memory, too, and none has begun since
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
@@ -57,7 +58,8 @@ class Past:
         """Whether a snapshot that keepers hold, of whatever group, may be gone on from, as far as the log tells."""
         if version.generation > self.generation:
             return True
-        return (self.limit is None or version.step <= self.limit) and self.successor(version) is None
+        is_right = version.generation > self.discarded and (self.limit is None or version.step <= self.limit)
+        return is_right and self.successor(version) is None
 
     def successor(self, version: Version) -> Version | None:
         """The newest group after that of a snapshot, if it went on from an earlier step: another one's way since."""
@@ -77,7 +79,9 @@ class Past:
         """From the log's events, oldest first."""
         drained, limit = _drained(events), _limit(events)
         steps, began = _known(stored, events, limit), _began(events)
-        past = Past(generation, logged, steps, restarted, drained, limit, began, logged_at=logged_at)
+        past = Past(
+            generation, logged, steps, restarted, drained, limit, began, _discarded(events), logged_at=logged_at
+        )
         if not restarted:
             return past
         events, rollbacks = since_submitted(events), Rollbacks()
@@ -170,6 +174,15 @@ def _began(events: Sequence[Row]) -> tuple[Version, ...]:
         if event["event"] == "generation" and (not found or event["start_step"] < found[-1].step):
             found.append(Version(event["generation"], event["start_step"]))
     return tuple(found)
+
+
+def _discarded(events: Sequence[Row]) -> int:
+    for event in reversed(events):
+        if event["event"] == "generation":
+            break
+        if event["event"] == "failure" and event.get("cause") == Cause.nonfinite:
+            return int(event.get("generation") or 0)  # an older log may not say
+    return NOTHING
 
 
 def _corruption(events: Sequence[Row]) -> Row | None:

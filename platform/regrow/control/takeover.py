@@ -56,5 +56,7 @@ class Takeover:
         if (limit := self._past.limit) is not None:  # the group is over, and what it did since does not count
             self._corruptions.verification.limit = limit
             snapshots.commits.roll_back(limit)
+        if self._past.discarded == group.generation:
+            snapshots.commits.discard()
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
