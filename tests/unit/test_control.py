@@ -1286,6 +1286,28 @@ def test_what_is_in_memory_of_a_state_that_went_wrong_counts_for_no_coordinator_
     assert again.control.newest_snapshot == Version(2, 11)
 
 
+def test_a_group_whose_beginning_is_not_in_the_log_is_gone_on_with_by_its_first_row() -> None:
+    """The coordinator died after it had answered, and before that was written: nothing was committed ever after."""
+    told = training("ab")
+    told.row(1)
+    events = [event for event in log_of(told) if event["event"] != "generation"]
+    again = Told(Past.of(events, generation=1, logged=0, stored=[], restarted=True), every_steps=1)
+    for node in "ab":
+        again(e.KeeperUp(node, node, (node, 1)))
+    again(group_of(events, 1))
+    assert isinstance(again.control.state, Forming)
+    assert again(e.Row(1, again.metrics(3))).wanted == 1
+    assert isinstance(again.control.state, Training)
+    again(e.RowsAgain(1, [again.metrics(step) for step in (1, 2, 3)]))
+    assert [command.row["step"] for command in again.of(c.LogRow)] == [1, 2, 3]
+    again.seal(Version(1, 4), again.peers)
+    assert again.control.newest_snapshot == Version(1, 4)
+    (begun,) = again.records("generation")
+    assert (begun["generation"], begun["start_step"], begun["world_size"]) == (1, 2, 2)
+    later = group_of([*events, *log_of(again, submitted=False)], 1)
+    assert (later.start_step, later.nodes) == (2, ("a", "b"))
+
+
 def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
     told = Told()
     told.form(one(1))

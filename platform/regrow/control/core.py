@@ -218,6 +218,8 @@ class Control:
         self.group.train(now)
 
     def _row(self, event: e.Row | e.RowsAgain, now: float) -> None:
+        if (unseen := self._takeover.unseen(event)) is not None:
+            self._began(unseen, now)
         row, wanted = self._rows.take(event)
         if row is None:
             self._out.append(Reply(RowAnswer(self.group.stop_reason, wanted)))

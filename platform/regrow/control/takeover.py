@@ -2,7 +2,7 @@
 
 from regrow.control.commands import Outbox, TellOver
 from regrow.control.corruption import Corruptions
-from regrow.control.events import KeepersFound, Restarted
+from regrow.control.events import Began, KeepersFound, Restarted, Row, RowsAgain
 from regrow.control.group import Group
 from regrow.control.membership import Formation
 from regrow.control.past import Past
@@ -60,3 +60,15 @@ class Takeover:
             snapshots.commits.discard()
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
+
+    def unseen(self, event: Row | RowsAgain) -> Began | None:
+        """Of a group that trains, by its row, though the log does not say so: the coordinator before died in between.
+        It began from an earlier step than this, if some of its rows have gone, too."""
+        group = self._group
+        if not self._past.restarted or isinstance(event, RowsAgain) or not isinstance(group.state, Forming):
+            return None
+        members = group.membership.current
+        workers = [{"host": each.machine or each.host, "node": each.node, "pid": each.pid} for each in members]
+        nodes = tuple(dict.fromkeys(each.node for each in members))
+        details = {"world_size": len(members), "workers": workers}
+        return Began(event.generation, event.row["step"] - 1, nodes, details)
