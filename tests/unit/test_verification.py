@@ -222,6 +222,7 @@ def test_a_coordinator_that_is_restarted_does_not_delete_the_newest_verified_che
     told = verifying(3, checkpoint=CHECKPOINTS_BY_RANKS)
     told.form(*(one(pid, NODES[pid]) for pid in range(3)))
     told.begin("abc", step=5)
+    outcome(told, 6)
     write(told, 15, 25)
     again = taken_up(told, stored=[25, 15, 5], checkpoint=CHECKPOINTS_BY_RANKS)
     assert again.of(c.Delete) == []
@@ -231,8 +232,36 @@ def test_a_coordinator_that_is_restarted_does_not_delete_the_newest_verified_che
     assert again.control.snapshots.checkpoints.stored == again.control.corruptions.limit == 5
     write(told, 35)
     outcome(told, 40)
-    verified = taken_up(told, stored=[35, 25], checkpoint=CHECKPOINTS_BY_RANKS)
-    assert verified.of(c.Delete) == [], "that 35 is verified is not in the log"
+    later = taken_up(told, stored=[35, 25], checkpoint=CHECKPOINTS_BY_RANKS)
+    assert later.of(c.Delete) == [], "that 35 is verified is not in the log yet"
+    write(told, 45)
+    later = taken_up(told, stored=[45, 35], checkpoint=CHECKPOINTS_BY_RANKS)
+    assert later.of(c.Delete) == [c.Delete()]
+
+
+def test_what_was_verified_is_known_to_a_coordinator_that_is_restarted() -> None:
+    """Not only what its group began from: that may be long ago, or not verified itself."""
+    told = verifying(3)
+    assert told.records("generation")[0]["verified_step"] == 0
+    outcome(told, 10)
+    told(e.Died((("c", 2),), 2, "worker_died", "gone"))
+    told.form(one(0, "a"), one(1, "b"), one(3, "d"))
+    told.begin("abd", step=14)
+    assert told.records("generation")[1]["verified_step"] == 9
+    for step in range(1, 16):
+        told.row(step)
+    again = taken_up(told, stored=[])
+    outcome(again, 20, odd=(1,))
+    outcome(again, 21, odd=(1,))
+    assert again.control.corruptions.limit == 9
+    outcome(told, 30)
+    for step in range(16, 36):
+        told.row(step)
+    write(told, 35)
+    again = taken_up(told, stored=[35])
+    outcome(again, 40, odd=(1,))
+    outcome(again, 41, odd=(1,))
+    assert again.control.corruptions.limit == 29
 
 
 def test_a_checkpoint_that_a_group_could_not_read_is_not_the_verified_one() -> None:

@@ -184,7 +184,7 @@ class Checkpoints:
                 self._out.append(Withdraw(step))
             return
         seconds = now - found.begun_at
-        took = {"seconds": seconds, **found.times.to_event(now)}
+        took = {"seconds": seconds, **found.times.to_event(now), **self.steps.told}
         self._out.record("checkpoint", step=step, bytes=event.num_bytes, reason=found.reason, **took)
         self.read_backs.begin(upload, step, self.stored, found.asked, now)
         self.has_stored(step)

@@ -91,7 +91,7 @@ class Control:
         self.group = _group(config, self.snapshots, self._out, past, now)
         self.health = self.group.health
         self.drains = Drains(self.group, self.snapshots, config)
-        self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past.limit)
+        self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past)
         self._spacing = SpacingPolicy(config.snapshot, self.cadence, self.snapshots.checkpoints, self._out)
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
         self._rollbacks = past.rollbacks
@@ -213,6 +213,7 @@ class Control:
         recomputed = self._rows.begin(event.generation, event.start_step)
         self._restore_s = float(event.details.get("restore_s", self._restore_s))
         fields = {"generation": event.generation, "start_step": event.start_step, "cause": self.group.cause}
+        fields |= self.snapshots.checkpoints.steps.told
         self._out.record("generation", **fields, recomputed_steps=recomputed, **details)
         self.health.begin()
         self.group.train(now)
@@ -266,11 +267,13 @@ class Control:
         self.group.give_up(event.message)
 
     def _logged(self, event: e.Logged, now: float) -> None:
-        self._out.record(event.event, **{"generation": event.generation, **event.fields})
-        if event.event == "checkpoint":
-            self.snapshots.checkpoints.has_stored(event.fields["step"])
+        checkpoints, is_written = self.snapshots.checkpoints, event.event == "checkpoint"
+        told = checkpoints.steps.told if is_written else {}
+        self._out.record(event.event, **{"generation": event.generation, **event.fields, **told})
+        if is_written:
+            checkpoints.has_stored(event.fields["step"])
         elif event.event == "checkpoint_damaged":
-            self.snapshots.checkpoints.steps.drop(event.fields["step"])
+            checkpoints.steps.drop(event.fields["step"])
             self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
 
     def _answered(self, event: e.Answered, now: float) -> None:

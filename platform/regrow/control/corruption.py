@@ -7,6 +7,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.control.commands import NoteDamaged, Outbox
 from regrow.control.events import Verified
 from regrow.control.group import Group
+from regrow.control.past import Past
 from regrow.control.replicas import Replicas, Unequal
 from regrow.control.slow import Kind
 from regrow.control.snapshots import Snapshots
@@ -22,35 +23,34 @@ DECIDING_UNITS = 3  # of which two agree
 class Corruptions:
     """Of a run."""
 
-    def __init__(
-        self, config: PretrainConfig, group: Group, snapshots: Snapshots, out: Outbox, limit: int | None
-    ) -> None:
-        """`limit` is the newest step that may be restored, as an earlier coordinator has found."""
+    def __init__(self, config: PretrainConfig, group: Group, snapshots: Snapshots, out: Outbox, past: Past) -> None:
         every_steps, train = config.cluster.verify_every_steps, config.train
         last_step = min(train.steps, train.stop_at_step or train.steps)
         self._meshes = {size: each.mesh for size, each in topologies(config).items()}
-        self.verification = Verification(every_steps, last_step)
-        self.verification.limit = limit
+        self.verification = Verification(every_steps, last_step, past.verified)
+        self.verification.limit = past.limit
         self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
         self._told_alone: set[str] = set()  # nodes
         snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
         self._replicas = Replicas()
         self._undecided = 0  # times that two replicas differed, with no snapshot committed in between
-        if limit is not None:
-            self._drop_checkpoints(limit)  # which the one before may have died doing
+        if past.limit is not None:
+            self._drop_checkpoints(past.limit)  # which the one before may have died doing
 
     @property
     def limit(self) -> int | None:
         """The newest step that a group that forms may begin from; None: any."""
         return self.verification.limit
 
-    def begin(self, start_step: int) -> None:
-        """The newest group trains from this step."""
-        members = self._group.membership.current
-        self.verification.begin(members, self._meshes[len(members)], start_step)
+    def begin(self, start_step: int, *, trained: int | None = None) -> None:
+        """The newest group trains from this step; it had come to step `trained` with another coordinator."""
+        members, verification = self._group.membership.current, self.verification
+        verification.begin(members, self._meshes[len(members)], start_step, trained=trained)
         self._replicas.begin()
+        self._snapshots.checkpoints.steps.verify(verification.verified)
         if self._verifies:
-            self._snapshots.commits.expect(start_step + 1)
+            verifies = start_step + 1 if trained is None else verification.next_after(trained)
+            self._snapshots.commits.expect(verifies)
 
     def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
         """Nodes have versions safe; where a snapshot's replicas differ, it is not to be committed."""

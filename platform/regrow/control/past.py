@@ -47,7 +47,9 @@ class Past:
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
-    verified: int | None = None  # the step from which the newest group began, which is taken for right; None: none has
+    verified: int | None = (
+        None  # the newest step whose state was, as the log has it; None: no group has trained
+    )
     undecided: Corruption | None = None  # for which a third unit is waited for, and no group has followed
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
@@ -94,13 +96,12 @@ class Past:
         trained = next((event["step"] for event in events if event["event"] == "trained"), None)
         spares: Mapping[str, int] = next((e["nodes"] for e in reversed(events) if e["event"] == "spares"), {})
         failed = _failed_in_a_row(events, logged)
-        begun = [event["start_step"] for event in events if event["event"] == "generation"]
         return replace(
             past,
             trained=trained,
             quarantined_until=quarantined,
             corrupt=corrupt,
-            verified=begun[-1] if begun else None,
+            verified=_verified(events),
             undecided=_undecided(events),
             rollbacks=rollbacks,
             spares=spares,
@@ -174,6 +175,16 @@ def _began(events: Sequence[Row]) -> tuple[Version, ...]:
         if event["event"] == "generation" and (not found or event["start_step"] < found[-1].step):
             found.append(Version(event["generation"], event["start_step"]))
     return tuple(found)
+
+
+def _verified(events: Sequence[Row]) -> int | None:
+    """By an older log, what the newest group began from."""
+    for event in reversed(events):
+        if event["event"] in ("generation", "checkpoint") and event.get("verified_step") is not None:
+            return int(event["verified_step"])
+        if event["event"] == "generation":
+            return int(event["start_step"])
+    return None
 
 
 def _discarded(events: Sequence[Row]) -> int:

@@ -32,6 +32,11 @@ class StoredSteps:
         """A group trains from this step: what comes after it is computed anew."""
         self._verified = min(self._verified, start_step)
 
+    @property
+    def told(self) -> dict[str, int]:
+        """For the log: up to which step states are verified, where any is."""
+        return {"verified_step": max(0, self._verified)} if self.keep else {}
+
     def verify(self, step: int) -> None:
         """States up to that of this step are verified."""
         self._verified = max(self._verified, step)

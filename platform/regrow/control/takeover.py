@@ -52,7 +52,7 @@ class Takeover:
         newest = snapshots.commits.newest
         last = max(self._rows.trained, newest.version.step if newest else 0)
         snapshots.begin(group.generation, last, event.nodes, now)
-        self._corruptions.begin(event.start_step)
+        self._corruptions.begin(event.start_step, trained=last)
         if (limit := self._past.limit) is not None:  # the group is over, and what it did since does not count
             self._corruptions.verification.limit = limit
             snapshots.commits.roll_back(limit)

@@ -132,8 +132,10 @@ class Finding:
 class Verification:
     """Of a run: which members have passed for which state, and how often each was the odd one."""
 
-    def __init__(self, every_steps: int, last_step: int) -> None:
+    def __init__(self, every_steps: int, last_step: int, verified: int | None = None) -> None:
+        """`verified`: the state of this step was, when another coordinator had the group; None: there was none."""
         self._every_steps, self._last_step = every_steps, last_step
+        self._verified_before = verified
         self._passed: dict[str, int] = {}  # by member: up to the state of which step it is taken to compute right
         self._struck: dict[str, list[int]] = {}  # by node: steps in which one of its parts was the odd one
         self._differed: list[int] = []  # steps in which there was no majority
@@ -142,10 +144,14 @@ class Verification:
         self.start_step = 0  # of that
         self.limit: int | None = None  # the newest step that may be restored, since a corruption was confirmed
 
-    def begin(self, members: Sequence[Member], mesh: MeshShape, start_step: int) -> None:
-        """A group trains from this state. A newcomer has not computed any of it."""
+    def begin(self, members: Sequence[Member], mesh: MeshShape, start_step: int, *, trained: int | None = None) -> None:
+        """A group trains from this state, and had come to step `trained` with another coordinator. A newcomer has not
+        computed any of it; which ones are, is not known of the first group after another coordinator's."""
         self._members, self.mesh, self.start_step = tuple(members), mesh, start_step
-        self._passed = {each.id: min(start_step, self._passed.get(each.id, start_step)) for each in members}
+        done = start_step if trained is None else trained
+        unknown = done if self._verified_before is None else self._verified_before
+        self._passed = {each.id: min(done, self._passed.get(each.id, unknown)) for each in members}
+        self._verified_before = None
         self._struck = {node: steps for node, steps in self._struck.items() if node in {each.node for each in members}}
         self._differed.clear()
         self.limit = None

@@ -224,6 +224,7 @@ class Generation(Event):
     axes: dict[str, int] | None = None  # of the mesh, outermost first: pp dp_replicate dp_shard cp tp
     source: str | None = None  # where its state came from: seed, snapshot (the nodes' memory), checkpoint
     source_reason: str | None = None  # of a checkpoint: a WhyStorage
+    verified_step: int | None = None  # the newest whose state was verified then, where units verify each other
     recomputed_steps: int | None = None  # steps that are to be done again
     init_s: float | None = None  # forming the group and building the model
     restore_s: float | None = None  # loading the state
@@ -353,6 +354,7 @@ class Checkpoint(Event):
     reason: str | None = None  # it was written for: steps, minutes, interval, end, drain
     stall_s: float | None = None  # for which training stood still up to `time`, where ranks write themselves
     generation: int | None = None  # of these ranks
+    verified_step: int | None = None  # the newest whose state was verified then, where units verify each other
     write_s: float | None = None  # from its beginning until a node's part is there, the median of nodes
     held_up_s: float | None = None  # for which the slowest node's part came after that
     index_s: float | None = None  # writing the metadata file, once all parts are there
