@@ -22,7 +22,7 @@ from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
 from regrow.control.past import Past, formed, group_of
 from regrow.control.peers import FAN_OUT
-from regrow.control.states import Answer, RowAnswer, Training
+from regrow.control.states import Answer, Forming, RowAnswer, Training
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.control.verification import Checks
 from regrow.record.events import Cause
@@ -205,6 +205,8 @@ class World:
         self.max_nodes = num_nodes
         self.num_coordinators, self.up = 0, True
         self.newest_committed = NEVER  # in memory, of those that the run has not gone back before
+        self.went_wrong = 0  # the newest generation whose state was not finite: its snapshots are not to be used
+        self.was_stored: set[int] = set()  # steps of all checkpoints so far, without those that were damaged
         self.trouble_at = NO_TIME  # of storage: it was away, or slow
         self.away_until = NO_TIME  # that it is
         self.done = self.stop_asked = self.over = False
@@ -391,6 +393,16 @@ class World:
         lost = min(self.rng.choice((0, 0, 1, 2, 6)), len(self.rows) - self.durable_rows)
         del self.rows[len(self.rows) - lost :]
         self.after(0.2 + self.rng.random(), self._come_back)
+
+    def _unwritten(self) -> int:
+        """How many of the log's last events may not be written yet: none that was waited for, nor any before that."""
+        awaited = ("submitted", "forming", "trained", "drain", "undrain", "corruption")
+        late = 0
+        for _, name, fields in reversed(self.events[-3:]):
+            if name in awaited or fields.get("cause") == Cause.nonfinite:
+                break
+            late += 1
+        return self.rng.randint(0, late)
 
     def _come_back(self) -> None:
         self._take_up(restarted=True)
@@ -651,6 +663,7 @@ class World:
         if self.now < self.away_until:
             return e.PublishFailed(command.upload, "storage is away")
         self.storage[command.version.step] = command.version, state
+        self.was_stored.add(command.version.step)
         return e.CheckpointCommitted(command.upload, command.version.step, 1)
 
     def _do_PublishIndex(self, command: c.PublishIndex) -> None:
@@ -694,9 +707,11 @@ class World:
 
     def _do_NoteDamaged(self, command: c.NoteDamaged) -> None:
         self.storage.pop(command.step, None)
+        self.was_stored.discard(command.step)
 
     def _do_Withdraw(self, command: c.Withdraw) -> None:
         self.storage.pop(command.step, None)
+        self.was_stored.discard(command.step)
 
     def _do_Delete(self, command: c.Delete) -> None:
         for step in sorted(self.storage)[:-KEEP]:
@@ -794,11 +809,17 @@ class World:
         sound = [(at, kept) for at, (_, kept) in self.storage.items() if limit is None or at <= limit]
         step, state = max(sound, default=(0, 0))
         is_restored = False
+        if limit is not None and not sound and any(each <= limit for each in self.was_stored):
+            raise Broken(f"a checkpoint of step {limit} or before was there, and is deleted")
         if self.control.newest_snapshot is not None:
             held = [
                 shard for node in self.nodes.values() if node.alive and node.up and not node.dark for shard in node.held
             ]
             version = self.control.newest_of(each for each in {shard.moment for shard in held} if is_whole(each, held))
+            if version.generation <= self.went_wrong and version.step >= step:
+                raise Broken(f"{version} went wrong, and is to be restored")
+            if limit is not None and version.step > limit:
+                raise Broken(f"{version} is to be restored, and nothing after step {limit} is known to be right")
             if is_whole(version, held) and version.step >= step:
                 states = {shard.state for shard in held if shard.moment == version}
                 if len(states) != 1:
@@ -837,6 +858,8 @@ class World:
             answer = self.tell(e.RowsAgain(row["generation"], first.rows.since(answer.wanted)))
             if answer.wanted is not None:
                 raise Broken(f"rows from {answer.wanted} on are wanted after all were sent")
+        if isinstance(self.control.state, Forming):
+            raise Broken("a group trains, and control takes its rows, and does not know that it does")
         return answer.leave
 
     def _leave_all(self, run: Run) -> None:
@@ -1055,7 +1078,7 @@ class World:
     def not_finite(self, run: Run) -> None:
         """Gradients are not finite: all ranks leave, and memory is not to be used."""
         if not run.over and run.formation.generation == self.newest_generation:
-            self.newest_committed = NEVER
+            self.newest_committed, self.went_wrong = NEVER, run.formation.generation
             self.tell(e.NotFinite(run.formation.generation, run.step, "loss is nan"))
             self._leave_all(run)
 
@@ -1074,7 +1097,7 @@ class World:
         elif kind == "keeper":
             self.kill_keeper(node)
         elif kind == "coordinator":
-            self.restart_coordinator()
+            self.restart_coordinator(lost_events=self._unwritten())
         elif kind == "stop":
             self.stop_worker(worker)
             self.after(12.0 * rng.random(), lambda: self.continue_worker(worker))
@@ -1150,7 +1173,7 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
 
 
 def play_corrupt(seed: int) -> World:
-    """A run in which a node begins to compute wrong, and goes on, with a fault of another kind or none. Raises Broken.
+    """A run in which a node begins to compute wrong, and goes on; a worker may die, and the coordinator. Raises Broken.
 
     What is in the log in the end, and in storage, is nothing that it spoilt.
     """
@@ -1163,6 +1186,8 @@ def play_corrupt(seed: int) -> World:
             worker for worker in world.workers.values() if worker.node != victim
         ]  # of one that is gone none tells
         world.after(rng.random() * 20.0, lambda: world.kill_worker(rng.choice(others)))
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        world.after(2.0 + rng.random() * 25.0, world.restart_coordinator)
     world.run(2000.0)
     if not world.given_up:
         world.check_log()

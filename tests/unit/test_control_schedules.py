@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from regrow.control import checkpoints, commits, core
+from regrow.control import checkpoints, commits, core, past, takeover
 from regrow.control.commands import BeginRows, Command, Outbox
+from regrow.control.values import NOTHING
 from support.control_world import Broken, World, play
 
 NUM_SCHEDULES = 10_000
@@ -171,6 +172,15 @@ def generations_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.Control, "__init__", forgetful)
 
 
+def what_went_wrong_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a coordinator that was restarted."""
+    monkeypatch.setattr(past, "_discarded", lambda events: NOTHING)
+
+
+def a_group_whose_beginning_is_not_logged_is_taken_to_be_forming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover.Takeover, "unseen", lambda self, event: None)
+
+
 def a_run_ends_without_a_look_at_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is committed there is deleted, as a stop below min_workers did."""
     monkeypatch.setattr(checkpoints.Checkpoints, "secure", lambda self, reason, now: None)
@@ -196,6 +206,8 @@ def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         rows_are_not_rolled_back,
         late_reports_count,
         generations_are_used_again,
+        what_went_wrong_is_forgotten,
+        a_group_whose_beginning_is_not_logged_is_taken_to_be_forming,
         the_index_comes_before_all_parts,
         a_run_ends_without_a_look_at_memory,
     ],

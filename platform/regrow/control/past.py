@@ -47,9 +47,7 @@ class Past:
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
-    verified: int | None = (
-        None  # the newest step whose state was, as the log has it; None: no group has trained
-    )
+    verified: int | None = None  # the newest step whose state was, as the log has it; None: no group has trained
     undecided: Corruption | None = None  # for which a third unit is waited for, and no group has followed
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of

@@ -80,8 +80,11 @@ class Verified:
     shell: Shell
 
     def verified(self, generation: int, step: int, outcome: Outcome) -> None:
-        """What all units came to in the verification of a step."""
+        """What all units came to in the verification of a step. A coordinator after this one has to know of a
+        corruption."""
         self.shell.tell(e.Verified(generation, step, outcome))
+        if self.trusted_step() is not None:
+            self.shell.await_log()
 
     def trusted_step(self) -> int | None:
         """The newest step that a group may begin from, after a corruption was found; None: any."""
@@ -243,8 +246,9 @@ class Coordinator(Seats, Drained, Verified):
         self.shell.tell(e.Leaving(generation, step, cause))
 
     def not_finite(self, generation: int, step: int, detail: str) -> None:
-        """The whole group leaves, for gradients are not finite: back to storage, or to the end."""
+        """The whole group leaves, for gradients are not finite: back to storage, as another coordinator has to know."""
         self.shell.tell(e.NotFinite(generation, step, detail))
+        self.shell.await_log()
 
     def done(self) -> None:
         """The last step is trained: workers that wait to join may end. A coordinator after this one has to know."""
