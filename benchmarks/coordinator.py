@@ -429,7 +429,7 @@ class Members:
                 if all(answer.seat is not None for answer in answers):
                     return int(answers[0].seat.generation)
                 assert not any(answer.given_up or answer.join_again for answer in answers)
-                await asyncio.sleep(max(answer.wait_s for answer in answers) / len(members))
+                await asyncio.sleep(max(answer.wait_s for answer in answers))
 
         (generation,) = set(await asyncio.gather(*map(one, self.nodes)))
         return generation, asked, time.perf_counter() - begun

@@ -3,14 +3,17 @@
 Counted are the interpreter's instructions, in groups of which one is twice as large: the same on any machine.
 """
 
+import heapq
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from regrow.control import events as e
+from regrow.control.group import FORM_POLLS_PER_S
 from regrow.control.membership import Member
 from regrow.control.replicas import Replicas
 from regrow.control.states import GivenUp
@@ -135,6 +138,25 @@ def test_a_group_forms_when_the_last_of_thousands_has_come_and_not_when_it_is_lo
         answer = told.ask(member.id, 1)
     assert answer.formation is not None
     assert answer.formation.generation == 2
+
+
+def test_of_thousands_that_wait_one_asks_at_any_time_and_all_of_them_not_too_often() -> None:
+    """A group that time alone lets form, as once a silent worker is given up, is formed when one asks."""
+    nodes, until = {f"node{node}": [f"m{node}-{each}" for each in range(8)] for node in range(512)}, 10.0
+    told = Told(min_workers=2, max_workers=8192)
+    told.join(*(Member(each, node, node, 1, 1) for node, those in nodes.items() for each in those), expected=8192)
+    begun, asked_at = told.now, list[float]()
+    turns = [(0.0001 * at, node) for at, node in enumerate(nodes)]  # they have come together
+    while turns[0][0] < until:
+        at, node = heapq.heappop(turns)
+        asked_at.append(at)
+        told.now = begun + at
+        wait_s = max(told(e.Asked(each, 0)).wait_s for each in nodes[node])
+        assert wait_s > 0
+        heapq.heappush(turns, (at + wait_s, node))
+    assert max(after - before for before, after in pairwise(asked_at)) < 0.1
+    rounds = until / (8 * len(nodes) / FORM_POLLS_PER_S)
+    assert len(asked_at) < (rounds + 2) * len(nodes)
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,40 @@ def test_workers_wait_for_a_generation_and_hear_of_it_as_the_keeper_does(
     assert len(coordinator.joins) == 2
 
 
+def test_a_keeper_asks_for_all_of_its_workers_once_in_the_time_that_the_coordinator_tells_it_to_wait(
+    joins: Joins, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked as many times in that as it has workers: of parked ones, for as long as a run lasted."""
+    now, until, coordinator.wait_s = 1000.0, 1030.0, 0.5
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        for worker in WORKERS if now < until else ():
+            assert joins.seat(worker, 8, 0) is None
+
+    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: now, sleep=pass_time))
+    monkeypatch.setattr(joins._wake, "wait", pass_time)
+    joins._running = True  # by this thread
+    pass_time(0.0)
+    joins._run()
+    assert len(coordinator.joins) == 1
+    assert 60 <= len(coordinator.asks) <= 64
+
+
+def test_a_worker_that_the_coordinator_has_forgotten_is_told_of_as_soon_as_it_asks(
+    joins: Joins, coordinator: Coordinator
+) -> None:
+    """And not after the wait of another one, which is long where many wait."""
+    coordinator.wait_s = 60.0
+    for worker in WORKERS[:2]:
+        joins.seat(worker, 8, 0)
+    wait_until(lambda: coordinator.asks)
+    coordinator.known.remove("m0")
+    joins.formed()
+    wait_until(lambda: joins.seat(WORKERS[0], 8, 0) is not None or coordinator.joins[1:] == [["m0"]])
+
+
 def test_a_worker_that_asks_no_more_is_not_joined_again(
     joins: Joins, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 from regrow.control.commands import Form, Probe, Reply, TellOver
 from regrow.control.events import Asked, Closed, Done, Failed, Joined, KeeperUp, Leaving, Placed, StopAsked
@@ -106,17 +107,26 @@ class Group(Losses):
         is_in = formation is not None and formation.rank_of(event.member_id) is not None
         if formation is None or formation.generation <= event.after or not is_in or waits:
             if isinstance(self.state, LeavingGroup) and now < self.state.until and not last_snapshot_is_safe:
-                return Answer(wait_s=FORM_POLL_S)
+                return Answer(wait_s=self._ask_again_s(event.member_id, FORM_POLL_S, now))
             formation = self._form(now) if self._is_time_to_form(now) and not must_wait() else None
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
         if formation is not None and formation.rank_of(event.member_id) is not None:
             return Answer(formation)
-        waiting = self.membership.waiting
-        if event.member_id not in waiting:
+        if event.member_id not in self.membership.waiting:
             return Answer(join_again=True)
         poll_s = WAITING_POLL_S if isinstance(self.state, Training) else FORM_POLL_S
-        return Answer(wait_s=max(poll_s, len(waiting) / FORM_POLLS_PER_S))
+        return Answer(wait_s=self._ask_again_s(event.member_id, poll_s, now))
+
+    def _ask_again_s(self, member_id: str, least_s: float, now: float) -> float:
+        """In how long: each node has its own time in a round of all, so that some node asks soon, whatever the round
+        takes, and has the group formed."""
+        waiting = self.membership.waiting
+        round_s = len(waiting) / FORM_POLLS_PER_S
+        if member_id not in waiting or round_s <= least_s:
+            return least_s
+        turn = crc32(waiting[member_id].node.encode()) / 2**32
+        return least_s + (turn * round_s - now - least_s) % round_s
 
     def _is_time_to_form(self, now: float) -> bool:
         """Whether to look, which takes as long as there are workers: at once when all are there, else now and then."""

@@ -58,6 +58,8 @@ class Joins:
             if known is None or (known.member, known.after) != (member, after):
                 known = self._asking[member.id] = _Asking(member, expected, after, now)
                 self._wake.set()
+            elif not known.is_told and known.unknown_at:  # the coordinator has forgotten it, and it lives
+                self._wake.set()
             known.asked_at = now
             if known.answer is not None:
                 del self._asking[member.id]
@@ -107,8 +109,7 @@ class Joins:
                 each.is_told, each.unknown_at = False, time.monotonic()
             elif answer.seat is not None or answer.over or answer.given_up or answer.unfit:
                 each.answer = answer
-        # of all workers together it is one in so long
-        return max((answer.wait_s for answer in answers), default=GATHER_S) / max(1, len(told))
+        return max((answer.wait_s for answer in answers), default=GATHER_S)
 
 
 class Speaking:
