@@ -68,7 +68,7 @@ def test_the_loss_there_is_the_loss_here(tmp_path: Path) -> None:
     assert record["identity"]["optim.moments"] == "bfloat16"
 
 
-def another(target: Path, rename: Any = lambda key: [key], **changed: Tensor) -> None:
+def another(target: Path, rename: Any = lambda key, tensor: [(key, tensor)], **changed: Tensor) -> None:
     """The same weights by other names, or with other tensors."""
     folder = DcpFolder(FOLDER)
     state = {name: tensor for key in folder.tensors for name, tensor in rename(key, folder.tensor(key))}
@@ -102,6 +102,27 @@ def test_other_ways_to_save_the_same_weights(how: Any, tmp_path: Path) -> None:
     other, run = saved(tmp_path / "other"), saved(tmp_path / "run")
     assert other.keys() == run.keys()
     assert all(torch.equal(other[name], tensor) for name, tensor in run.items())
+
+
+def test_what_pads_the_vocabulary_is_left_out_and_said(tmp_path: Path) -> None:
+    another(tmp_path / "iter_0000002", padded)
+    keys = ("embedding.word_embeddings.weight", "output_layer.weight")
+    said = " and ".join(f"8 rows of {key}" for key in keys)
+    assert f"Left out: {said}, which pad the vocabulary of 40." in imported(
+        tmp_path / "padded", tmp_path / "iter_0000002"
+    )
+    assert "Left out" not in imported(tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["embedding.word_embeddings.weight", "output_layer.weight"])
+def test_more_rows_than_pad_a_vocabulary_are_refused_before_anything_is_written(key: str, tmp_path: Path) -> None:
+    """8192: Megatron-Core's multiple of 128, on 64 ranks of tensor parallelism. Before, any number was cut off."""
+    another(tmp_path / "most", **{key: torch.zeros(8192, 16)})
+    assert f"Left out: 8,152 rows of {key}, " in imported(tmp_path / "run", tmp_path / "most")
+    another(tmp_path / "more", **{key: torch.zeros(8193, 16)})
+    with pytest.raises(CheckpointError, match=rf"{key} has 8,193 rows, .* vocabulary of 40, .* at most 8,192"):
+        imported(tmp_path / "refused", tmp_path / "more")
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(

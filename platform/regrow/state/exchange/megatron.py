@@ -39,6 +39,7 @@ _IN_BLOCKS = {  # the name of Transformer Engine's layers, and that of others
     **{f"attention.{part}": ("self_attention.linear_qkv.weight",) for part in PARTS},
     **{f"ffn.{part}": ("mlp.linear_fc1.weight",) for part in ("w1", "w3")},
 }
+LARGEST_MULTIPLE = 128 * 64  # that a vocabulary is filled up to: Megatron-Core's 128, on 64 ranks of tensor parallelism
 NO_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state")  # keys of all else begin so
 
 
@@ -52,6 +53,7 @@ class MegatronFolder:
         left = [key for key in self._folder.tensors if key not in known and not key.startswith(NO_WEIGHTS)]
         if left:
             raise CheckpointError(f"{folder} holds {left[0]}, which the model {model.name} does not have")
+        self.padding = self._padding()  # rows by key
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +96,22 @@ class MegatronFolder:
                 )
         return found
 
+    def _padding(self) -> dict[str, int]:
+        """How many rows of a tensor pad the vocabulary. Raises CheckpointError where they are more than that takes."""
+        size, found = self._model.vocab_size, {}
+        most = -(-size // LARGEST_MULTIPLE) * LARGEST_MULTIPLE
+        for name in ("embed.weight", *["output.weight"] * (not self._model.tied)):
+            key = self._place(name)[0]
+            rows = next(iter(self._folder.tensors[key]), 0)
+            if rows > most:
+                raise CheckpointError(
+                    f"{self._folder.folder}: {key} has {rows:,} rows, the model {self._model.name} a vocabulary of "
+                    f"{size:,}, which Megatron-Core fills up to at most {most:,}; name the model that it is of"
+                )
+            if rows > size:
+                found[key] = rows - size
+        return found
+
     def _weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
         key, layer = self._place(name)
         part, tensor = name.removesuffix(".weight").rpartition(".")[2], self._folder.tensor(key, layer)
@@ -103,8 +121,8 @@ class MegatronFolder:
         if part in ("w1", "w3"):
             self._check(key, tensor, (2 * self._model.ffn_dim, self._model.dim))
             return tensor.chunk(2)[part == "w3"]
-        if part in ("embed", "output") and tensor.shape[0] > shape[0]:
-            tensor = tensor[: shape[0]]  # what is below pads the vocabulary
+        if key in self.padding:
+            tensor = tensor[: shape[0]]
         self._check(key, tensor, shape)
         return tensor
 

@@ -130,6 +130,9 @@ def import_of_model(
     lines = [f"{run} {begins} of {source}. With a corpus prepared with the same tokenizer, start it with", "", command]
     if adamw is not None:
         lines = [*lines[:-1], command + _said(adamw), "", *_not_carried(progress, adamw)]
+    elif isinstance(state, MegatronFolder) and state.padding:
+        rows = " and ".join(f"{rows:,} rows of {key}" for key, rows in state.padding.items())
+        lines += ["", f"Left out: {rows}, which pad the vocabulary of {config.vocab_size:,}."]
     return "\n".join(lines)
 
 
