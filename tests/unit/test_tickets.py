@@ -1,16 +1,23 @@
-"""Tickets of the stream's actor, without Ray."""
+"""Tickets of the stream's actor, and how ranks ask it, without Ray."""
 
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
+from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data.read.batch import BatchLayout
+from regrow.data.read.corpora import Corpora
+from regrow.data.read.outage import Patience
 from regrow.data.stream import actor
 from regrow.data.stream.actor import TokenStream
+from regrow.runtime import generation
+from support.corpus import write_rows
 
 
 def test_a_late_call_of_a_dataset_that_has_ended_does_not_take_the_next_ones_place() -> None:
@@ -103,3 +110,42 @@ def token_stream(**options: Any) -> TokenStream:
     stream = TokenStream(nothing, nothing, layout, start_step=0, stop_step=64, **options)
     stream.loop, stream.changed = asyncio.get_running_loop(), asyncio.Event()
     return stream
+
+
+def test_a_process_asks_for_its_nodes_fetcher_once_and_again_where_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 16,384 ranks that was 8 s of the actor's CPU in each generation, while the group waited for its rows."""
+    asked, answer = list[str](), [None]  # nodes; what comes of a call, None where the stream has not the window
+
+    def get(references: Any, timeout: float) -> Any:
+        if isinstance(references, Exception):
+            raise references
+        return references
+
+    write_rows(tmp_path, num_rows=48)
+    call = SimpleNamespace(remote=lambda *arguments: answer[0])
+    fetcher = SimpleNamespace(get=call)
+    stream = SimpleNamespace(get=call, fetcher=SimpleNamespace(remote=lambda node: asked.append(node) or fetcher))
+    coordinator = SimpleNamespace(event=SimpleNamespace(remote=lambda *said: None))
+    config = PretrainConfig(data=DataConfig(seq_len=16), optim=OptimConfig(global_batch_seqs=24, num_slices=12))
+    job = SimpleNamespace(
+        config=config, corpora=Corpora.at(tmp_path), stream=stream, coordinator=coordinator, first_generation=1
+    )
+    process: Any = SimpleNamespace(job=job, fetcher=None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
+    monkeypatch.setattr(generation, "gather", lambda mine: [mine, ("node", 6, 12), ("other", 0, 6)])
+
+    def train(number: int) -> list[str]:
+        joined: Any = SimpleNamespace(generation=number, rank=0)
+        batches = generation._batches(process, joined, Patience(0.0), range(6), range(1))
+        assert [batch.step for batch in batches] == [0]
+        return asked
+
+    for number in (1, 2):
+        assert train(number) == ["node"]
+    answer[0] = ray.exceptions.ActorDiedError()  # a stream that was restarted has no fetchers
+    assert train(3) == ["node"]
+    assert train(4) == ["node", "node"]

@@ -33,7 +33,6 @@ from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.clock import clock_of
 from regrow.runtime.hardware.peak import Peak, peak_flops
 from regrow.runtime.hooks import GenerationHooks
-from regrow.runtime.job import Job
 from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, form_s
 from regrow.runtime.restore import Restored, build_and_restore
@@ -78,7 +77,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     process.stream.submit(partial(go_on_from, step, progress.step)).result()
     ready = time.time()
 
-    batches = _batches(job, joined, patience, topology.slices_of(joined.rank), range(progress.step, until))
+    batches = _batches(process, joined, patience, topology.slices_of(joined.rank), range(progress.step, until))
     peak = peak_flops(process.device, config.parallel.dtype, config.observe.peak_tflops)
     flops = sum(gather(peak.flops))
     meter = meter_of(config, joined.world_size, joined.generation, device=process.device, peak_flops=flops)
@@ -178,11 +177,11 @@ def _patience(process: Process, joined: Joined, breaker: Breaker) -> Patience:
     return Patience(job.config.data.storage_timeout_s, on_wait, lambda: breaker.begun, waiting)
 
 
-def _batches(job: Job, joined: Joined, patience: Patience, slices: range, steps: range) -> Iterator[RankBatch]:
+def _batches(process: Process, joined: Joined, patience: Patience, slices: range, steps: range) -> Iterator[RankBatch]:
     """This rank's rows of these steps, from the token stream. Collective."""
-    config = job.config
+    job, config = process.job, process.job.config
     return rank_batches(
-        _ways_to_ask(job, joined.generation, slices),
+        _ways_to_ask(process, joined.generation, slices),
         order_of(config, job.corpora),
         PatientReader(job.corpora.reader("train"), patience),
         layout_of(config),
@@ -192,6 +191,7 @@ def _batches(job: Job, joined: Joined, patience: Patience, slices: range, steps:
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=joined.generation > job.first_generation,
         on_fallback=partial(_report_fallback, CoordinatorClient(job.coordinator, joined.generation), joined.rank),
+        on_failed_ask=partial(_forget_fetcher, process),
         is_over=patience.is_over,
     )
 
@@ -241,16 +241,26 @@ def _announce(
     meter.clock = process.rows.clock = clock_of(coordinator.now)
 
 
-def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
-    """How this rank asks for its slices; for all ranks of its node together, where there are several. Collective."""
+def _ways_to_ask(process: Process, generation: int, slices: range) -> list[Ask]:
+    """How this rank asks for its slices; for all ranks of its node together, where there are several. Collective.
+
+    The fetcher of the generation before is this one's: all ranks at once would ask the stream's one actor for theirs.
+    """
+    job, layout = process.job, layout_of(process.job.config)
     node_id = ray.get_runtime_context().get_node_id()
     everyones = gather((node_id, slices.start, slices.stop))
     slices_on_node = [range(start, stop) for node, start, stop in everyones if node == node_id]
-    fetcher = None
-    if len(slices_on_node) > 1:
+    if len(slices_on_node) == 1:
+        return ways_to_ask(job.stream, None, layout, group=generation, slices_on_node=slices_on_node)
+    if process.fetcher is None:
         with contextlib.suppress(ray.exceptions.RayError):  # a stream that died comes back, without fetchers
-            fetcher = ray.get(job.stream.fetcher.remote(node_id), timeout=job.config.data.stall_timeout_s)
-    return ways_to_ask(job.stream, fetcher, layout_of(job.config), group=generation, slices_on_node=slices_on_node)
+            process.fetcher = ray.get(job.stream.fetcher.remote(node_id), timeout=job.config.data.stall_timeout_s)
+    return ways_to_ask(job.stream, process.fetcher, layout, group=generation, slices_on_node=slices_on_node)
+
+
+def _forget_fetcher(process: Process) -> None:
+    """Have the next generation ask for another: one that has failed may be gone for good, with its stream."""
+    process.fetcher = None
 
 
 def _report_fallback(coordinator: CoordinatorClient, rank: int, window: int, reason: str) -> None:

@@ -1,6 +1,7 @@
 """What a worker process keeps from one generation to the next."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,3 +24,4 @@ class Process:
     memory: MemoryTier | None  # None where nothing is snapshotted
     compiled: CompileCache | None  # that takes what the first step compiles; None once it was told, or without one
     rows: KeptRows = field(default_factory=KeptRows)
+    fetcher: Any = None  # the actor that asks the token stream for this node's ranks, once one was asked for

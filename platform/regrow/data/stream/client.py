@@ -62,15 +62,16 @@ def rank_batches(
     stall_timeout_s: float,
     has_fed: bool = False,
     on_fallback: Fallback | None = None,
+    on_failed_ask: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[RankBatch]:
     """A rank's batches of steps [start_step, stop_step), exactly those of `direct_batches`, as the stream delivers.
 
     The next window is fetched while one is trained on. A window that does not come in time, is lost, or is not the one
     that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again; where
-    a way to ask failed, in the next of them. A stream that `has_fed` the group before this one is waited for less: Ray
-    may take many seconds to find out that a node is gone, and what it held with it. Raises GroupOver where the rank's
-    group `is_over` while it waits.
+    a way to ask failed, in the next of them, and `on_failed_ask` is told. A stream that `has_fed` the group before this
+    one is waited for less: Ray may take many seconds to find out that a node is gone, and what it held with it. Raises
+    GroupOver where the rank's group `is_over` while it waits.
     """
     if start_step >= stop_step:
         return
@@ -94,6 +95,7 @@ def rank_batches(
             patience_s = RETRY_PATIENCE_S
             if not isinstance(error, (TimeoutError, LookupError)):  # the actor that was asked may be dead
                 ask = next(ways)
+                on_failed_ask()
         if steps.stop < stop_step:
             coming = _Fetch(ask, window + 1, blocks_of, seek=False, timeout_s=stall_timeout_s)
         for batch in batches:
