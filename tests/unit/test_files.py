@@ -5,6 +5,8 @@ import io
 import itertools
 import json
 import os
+import re
+import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from hypothesis import strategies as st
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare import files
+from regrow.data.prepare import prepare as prepare_module
 from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Skipped, load_recipe
 from regrow.data.prepare.files import SourceFiles, cut_files, json_lines, plain_text
 from regrow.data.prepare.prepare import prepare
@@ -33,6 +36,7 @@ from regrow.data.prepare.tokenizer import END_OF_TEXT, load_tokenizer, train_tok
 from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import ShardReader, verify
 from regrow.errors import DataError, UnseenError
+from regrow.progress import Task
 from regrow.storage import Storage
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -566,6 +570,134 @@ def test_a_web_server_that_cuts_its_answers_is_asked_again(monkeypatch: pytest.M
         assert source.read("a.txt") == body
         assert cuts[0] < 0
         server.shutdown()
+
+
+def rewrite(path: Path) -> None:
+    path.write_text(path.read_text().replace("document", "other document"))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "suffix", "at"),
+    [
+        (truncate, "jsonl", "the beginning"),
+        (truncate, "jsonl.gz", "a piece"),
+        (truncate, "parquet", "the end"),
+        (rewrite, "jsonl", "a piece"),
+        (rewrite, "txt", "the beginning"),
+        (Path.unlink, "jsonl", "the end"),
+    ],
+)
+def test_a_source_that_changes_while_it_is_tokenized_is_refused_and_none_of_it_is_kept(
+    change: Callable[[Path], None],
+    suffix: str,
+    at: str,
+    tmp_path: Path,
+    tokenizer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, a corpus of both was kept under the name of the first."""
+    monkeypatch.setattr(files, "PIECE_BYTES", 1500)
+    source = tmp_path / "in"
+    source.mkdir()
+    for name, texts in {"a": TEXTS[:45], "b": TEXTS[45:]}.items():
+        path = source / f"{name}.{suffix}"
+        data = "\n".join(json.dumps({"text": text}) for text in texts).encode()
+        if suffix == "parquet":
+            write_parquet(path, list(texts))
+        else:
+            path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    whole = {path: path.read_bytes() for path in source.iterdir()}
+    recipe = load_recipe("fineweb_edu" if suffix == "parquet" else "text_files")
+    config = replace(CONFIG, recipe=recipe.name, source=str(source), tokenizer=tokenizer, validation_fraction=0.5)
+    expected = prepare(config, recipe, tmp_path / "expected", progress=quiet)
+
+    def progress(task: Task, done: float, total: float) -> None:
+        reached = {"the beginning": done == 0, "a piece": 0 < done < total, "the end": done == total}[at]
+        if task.name == "tokenizing" and reached and {path: path.read_bytes() for path in source.iterdir()} == whole:
+            for path in whole:
+                change(path)
+
+    with pytest.raises(DataError) as refused:
+        prepare(config, recipe, tmp_path / "out", progress=progress)
+    if change is not Path.unlink:  # of which the listing says that there is nothing
+        assert re.search(
+            rf"{source} changed while it was prepared: [ab]\.{suffix} has .* bytes, and had .*; run the same",
+            str(refused.value),
+        )
+    assert not (tmp_path / "out").exists()
+    for path, data in whole.items():
+        path.write_bytes(data)
+    assert prepare(config, recipe, tmp_path / "out", progress=quiet) == expected
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "expected")
+    assert not list(tmp_path.glob(".*.building"))
+
+
+def test_a_log_that_grows_all_the_time_is_prepared_as_it_was_when_it_was_looked_at(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", 1500)
+    source, lines = tmp_path / "in", [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    source.mkdir()
+    (source / "a.jsonl").write_text("".join(lines))
+    config = replace(CONFIG, recipe="text_files", source=str(source), tokenizer=tokenizer)
+    recipe = load_recipe("text_files")
+    expected = prepare(config, recipe, tmp_path / "expected", progress=quiet)
+
+    def progress(task: Task, done: float, total: float) -> None:
+        with (source / "a.jsonl").open("a") as log:
+            log.write(lines[int(done) % len(lines)])
+        (source / f"{done:.0f}.txt").write_text("another day")
+
+    assert prepare(config, recipe, tmp_path / "out", progress=progress) == expected
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "expected")
+
+    with pytest.raises(
+        DataError, match=r"changed .*: 0\.txt has 17 bytes, and had 11; .* or name a copy where it is writ"
+    ):
+        prepare(
+            config,
+            recipe,
+            tmp_path / "again",
+            progress=lambda *update: (source / "0.txt").write_text("a text that grows"),
+        )
+
+
+def test_a_source_that_changes_before_its_preparation_begins_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    """As while another preparation is waited for: the folder has its name already."""
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "a.parquet", list(TEXTS))
+    shutil.copy(tokenizer, tmp_path / "tokenizer.json")
+    config = replace(CONFIG, source=str(tmp_path / "in"), tokenizer=str(tmp_path / "tokenizer.json"))
+    recipe = load_recipe("fineweb_edu")
+    fixed = prepare_module.fixed_by(config, recipe)
+    shutil.copy(tmp_path / "in" / "a.parquet", tmp_path / "in" / "b.parquet")
+    with pytest.raises(DataError, match=r"changed while it was prepared: b\.parquet came; run the same"):
+        prepare(config, recipe, tmp_path / "out", progress=quiet, fixed=fixed)
+    (tmp_path / "in" / "b.parquet").unlink()
+    train_tokenizer(TEXTS[:5], vocab_size=400).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"data\.tokenizer=.* changed since it was looked at; run the same"):
+        prepare(config, recipe, tmp_path / "out", progress=quiet, fixed=fixed)
+    shutil.copy(tokenizer, tmp_path / "tokenizer.json")
+    assert prepare(config, recipe, tmp_path / "out", progress=quiet, fixed=fixed).counts["documents"] == len(TEXTS)
+
+
+def test_a_range_behind_the_end_of_a_file_is_no_empty_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n')
+    source = SourceFiles(str(tmp_path))
+    assert source.read("a.jsonl", 8, 12) == b": 1}\n"[-4:]
+    for start, stop in ((0, 13), (13, None), (13, 14)):
+        with pytest.raises(DataError, match=r"a\.jsonl has 12 bytes, and had at least 1[34]"):
+            source.read("a.jsonl", start, stop)
+        with pytest.raises(DataError, match=r"a\.jsonl has 12 bytes, and had at least 1[34]"):
+            list(json_lines(source, Piece("a.jsonl", start, stop)))
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_document_that_is_left_out_has_a_reason() -> None:

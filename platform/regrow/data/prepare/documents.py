@@ -44,6 +44,10 @@ class DamagedPiece(Exception):
     """A piece that can be fetched but not be read, today or tomorrow; it is counted, named and left out."""
 
 
+class SourceChanged(DataError):
+    """A source is not what it was when its corpus was given a name."""
+
+
 class Recipe(Protocol):
     """What a recipe module offers; a class or an object with the same functions is one too."""
 
@@ -61,6 +65,14 @@ class Recipe(Protocol):
 
         Raises DamagedPiece for one that cannot be read, OSError for storage that fails.
         """
+
+
+def source_changed(source: str | None, what: str) -> SourceChanged:
+    where = "the source" if source is None else f"data.source={source}"
+    return SourceChanged(
+        f"{where} changed while it was prepared: {what}; run the same command again, or name a copy where it is "
+        "written to all the time"
+    )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
 from regrow.config.schema import DataConfig
-from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piece, Skipped
+from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piece, Skipped, source_changed
 from regrow.data.prepare.listing import local_files, named_by, searched
 from regrow.data.sized_file import SizedFile
 from regrow.errors import DataError, RegrowError, UnseenError, first_line
@@ -159,9 +159,9 @@ class SourceFiles:
         return below if self.fs.get_file_info(self.root).type == FileType.Directory else self.root
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """A range of a file's bytes, fewer where it ends. Raises OSError for storage that goes on failing."""
+        """A range of a file's bytes. Raises SourceChanged where the file ends before, OSError where storage fails."""
         try:
-            file = self._open(name)
+            file = self._open(name, max(start, stop or 0))
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
         except _Unfetched as error:
@@ -179,14 +179,18 @@ class SourceFiles:
 
         return _parsed(open_file)
 
-    def _open(self, name: str) -> _PatientFile:
-        return _PatientFile(lambda: self.fs.open_input_file(self.path(name)))
+    def _open(self, name: str, least_bytes: int = 0) -> _PatientFile:
+        file = _PatientFile(lambda: self.fs.open_input_file(self.path(name)))
+        if (size := file.seek(0, os.SEEK_END)) < least_bytes:
+            raise source_changed(self.source, f"{name} has {size:,} bytes, and had at least {least_bytes:,}")
+        file.seek(0)
+        return file
 
     @contextlib.contextmanager
-    def _reading(self, name: str) -> Iterator[io.BufferedIOBase]:
+    def _reading(self, name: str, least_bytes: int = 0) -> Iterator[io.BufferedIOBase]:
         """A file to read bit by bit, a `.gz` unpacked: one that cannot be is a DamagedPiece."""
         try:
-            file = io.BufferedReader(self._open(name), READ_AHEAD_BYTES)
+            file = io.BufferedReader(self._open(name, least_bytes), READ_AHEAD_BYTES)
             if not name.endswith(".gz"):
                 yield file
             elif not file.peek(1):
@@ -201,9 +205,10 @@ class SourceFiles:
     def lines(self, piece: Piece) -> Iterator[bytes]:
         """The lines of a text file that begin in [start, stop), some of them held at a time.
 
-        Raises DamagedPiece for a `.gz` that cannot be unpacked, OSError for storage that goes on failing.
+        Raises SourceChanged where it ends before the stop, DamagedPiece for a `.gz` that cannot be unpacked, OSError
+        for storage that goes on failing.
         """
-        with self._reading(piece.file) as file:
+        with self._reading(piece.file, max(piece.start, piece.stop or 0)) as file:
             if piece.start:
                 # a line that began before the start belongs to the piece before; the last one may end behind the stop
                 file.seek(piece.start - 1)

@@ -30,7 +30,16 @@ from regrow.data.prepare.assemble import (
     lay_out,
     shard_name,
 )
-from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, content_hash, load_recipe
+from regrow.data.prepare.changes import as_read, check_unchanged, tails
+from regrow.data.prepare.documents import (
+    DamagedPiece,
+    Document,
+    Piece,
+    Recipe,
+    SourceChanged,
+    content_hash,
+    load_recipe,
+)
 from regrow.data.prepare.files import SourceFiles, absolute
 from regrow.data.prepare.spool import Spool, Spooled
 from regrow.data.prepare.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
@@ -72,6 +81,9 @@ class CallDied(Exception):
 
 
 Distribute = Callable[[Callable[[int], Any], Sequence[int]], Iterator[Any]]  # calls it on each; results in any order
+Fixed = dict[
+    str, Any
+]  # what fixes a corpus' content, JSON types only: settings, and the recipe's description of its source
 LOOKING, TRAINING = Task("looking at the source"), Task("training the tokenizer")
 TOKENIZING, WRITING = Task("tokenizing", "B"), Task("writing", "shards")
 
@@ -84,10 +96,11 @@ def find_or_prepare(
     Raises DataError for an unknown recipe, or a corpus too small for the settings.
     """
     recipe = load_recipe(config.recipe)
-    folder = corpus_folder(config, storage_path, recipe)
+    fixed = fixed_by(config, recipe)
+    folder = Storage.at(storage_path) / "data" / _name(config, fixed)
     if folder.is_local and folder.exists(MANIFEST):  # perhaps of others, to be read only
         return folder, Manifest.load(str(folder))
-    return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute)
+    return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute, fixed=fixed)
 
 
 def corpus_folder(config: DataConfig, storage_path: str, recipe: Recipe) -> Storage:
@@ -97,25 +110,39 @@ def corpus_folder(config: DataConfig, storage_path: str, recipe: Recipe) -> Stor
 
 def cache_name(config: DataConfig, recipe: Recipe | None = None) -> str:
     """A folder name that changes with everything that the prepared content depends on."""
-    fixed = _fixed(config, recipe or load_recipe(config.recipe))
+    return _name(config, fixed_by(config, recipe or load_recipe(config.recipe)))
+
+
+def _name(config: DataConfig, fixed: Fixed) -> str:
     digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
     return f"{config.recipe}-v{config.vocab_size}-l{config.seq_len}-{digest[:10]}"
 
 
 def prepare(
-    config: DataConfig, recipe: Recipe, folder: Path | Storage, *, progress: Progress, distribute: Distribute = map
+    config: DataConfig,
+    recipe: Recipe,
+    folder: Path | Storage,
+    *,
+    progress: Progress,
+    distribute: Distribute = map,
+    fixed: Fixed | None = None,
 ) -> Manifest:
     """Build the corpus at `folder` and return its manifest; goes on with what an earlier attempt left.
 
-    Raises DataError if a split has too few tokens for one row, or if storage goes on failing.
+    `fixed` is what the folder's name stands for; what there is now by default. Raises DataError if a split has too few
+    tokens for one row, or if storage goes on failing; SourceChanged where the source is, or becomes, another one.
     """
     place = folder if isinstance(folder, Storage) else Storage.at(folder)
     with building_site(place, progress) as site:
         if site is not None:
             try:
-                plan = Plan(config, recipe, site, progress, distribute)
+                plan = Plan(config, recipe, site, progress, distribute, fixed)
                 if not plan.is_built():
-                    _build(plan).save(str(site))
+                    try:
+                        _build(plan).save(str(site))
+                    except SourceChanged:
+                        plan.give_up()
+                        raise
             except OSError as error:
                 raise DataError(
                     f"preparing {config.recipe} stopped: {error}; run the same command again, it goes on where it "
@@ -128,14 +155,24 @@ class Plan:
     """What one preparation works on."""
 
     def __init__(
-        self, config: DataConfig, recipe: Recipe, folder: Storage, progress: Progress, distribute: Distribute
+        self,
+        config: DataConfig,
+        recipe: Recipe,
+        folder: Storage,
+        progress: Progress,
+        distribute: Distribute,
+        fixed: Fixed | None = None,
     ) -> None:
+        """Raises SourceChanged where the source is not what is `fixed`."""
         source = config.source and absolute(config.source)  # tasks have another working directory
         self.config, self.recipe, self.folder = replace(config, source=source), recipe, folder
         self.progress = progress
         if is_remote(config.source):  # which may take a minute
             progress(LOOKING, 0, 1)
+        self.fixed = fixed or fixed_by(self.config, recipe)
         self.pieces = recipe.pieces(self.config)
+        check_unchanged(self.config, self.fixed["source"], recipe.describe(self.config))
+        self.tails = tails(self.config, self.fixed["source"], self.pieces)
         if is_remote(config.source):
             progress(LOOKING, 1, 1)
         self.distribute = distribute if sum(piece.num_bytes for piece in self.pieces) > LOCAL_BYTES else map
@@ -146,12 +183,23 @@ class Plan:
         """What is prepared, and how it is cut."""
         return json.dumps(
             {
-                **_fixed(self.config, self.recipe),
+                **self.fixed,
                 "pieces": [asdict(piece) for piece in self.pieces],
                 "tokenizers": importlib.metadata.version("tokenizers"),
             },
             sort_keys=True,
         ).encode()
+
+    def check_read(self) -> None:
+        """Raises SourceChanged where what was read may be another source than what is `fixed`."""
+        before, after = self.fixed["source"], self.recipe.describe(self.config)
+        check_unchanged(self.config, before, as_read(self.config, before, after, self.tails))
+
+    def give_up(self) -> None:
+        """Delete what another attempt would go on with."""
+        self.folder.delete(PLAN_FILE)  # without which the others are deleted then
+        with contextlib.suppress(OSError):  # tasks that are not over yet may write there
+            self.folder.delete(SPOOL)
 
     def is_built(self) -> bool:
         """Was an earlier attempt killed when only tidying up was left?"""
@@ -221,6 +269,7 @@ def _build(plan: Plan) -> Manifest:
     tokenizer, sha256 = _make_tokenizer(plan)
     eot_id = end_of_text_id(tokenizer, config.end_of_text)
     spooled = _tokenize(plan, sha256)
+    plan.check_read()
     layout = lay_out(
         plan.groups,
         spooled,
@@ -231,7 +280,7 @@ def _build(plan: Plan) -> Manifest:
     )
     _check_size(plan, layout, spooled)
     shards = _write_shards(plan, layout)
-    source = plan.recipe.describe(config)
+    source = dict(plan.fixed["source"])
     return Manifest(
         recipe=config.recipe,
         filters=tuple(source.pop("filters", ())),
@@ -270,7 +319,12 @@ def _make_tokenizer(plan: Plan) -> tuple["BPE", str]:
     data = plan.folder.read_bytes(TOKENIZER_FILE)
     tokenizer = parse_tokenizer(data, config.tokenizer or str(plan.folder / TOKENIZER_FILE))
     check_tokenizer(tokenizer, config)
-    return tokenizer, hashlib.sha256(data).hexdigest()
+    sha256 = hashlib.sha256(data).hexdigest()
+    if config.tokenizer is not None and sha256 != plan.fixed["tokenizer"]:
+        raise SourceChanged(
+            f"data.tokenizer={config.tokenizer} changed since it was looked at; run the same command again"
+        )
+    return tokenizer, sha256
 
 
 def check_tokenizer(tokenizer: "BPE", config: DataConfig) -> None:
@@ -388,7 +442,8 @@ def _counts(layout: Layout, spooled: Sequence[Spooled]) -> dict[str, int]:
     return dict(counts)
 
 
-def _fixed(config: DataConfig, recipe: Recipe) -> dict[str, Any]:
+def fixed_by(config: DataConfig, recipe: Recipe) -> Fixed:
+    """What fixes a corpus' content, by what its source and tokenizer are now."""
     tokenizer = config.tokenizer and hashlib.sha256(read_tokenizer(config.tokenizer)).hexdigest()
     return {
         **{key: getattr(config, key) for key in CONTENT_KEYS},
