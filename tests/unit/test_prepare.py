@@ -243,6 +243,22 @@ def test_killed_while_tidying_up_it_does_nothing_again(corpus: Path, tmp_path: P
     assert read_files(tmp_path / "words") == read_files(corpus)
 
 
+def test_what_another_version_had_finished_is_not_taken_for_a_preparation_begun_after_it(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it tidied up, then, after an upgrade, killed again: the old manifest made the rest finished."""
+    building = tmp_path / ".words.building"
+    shutil.copytree(corpus, building)
+    (building / "plan.json").write_bytes(b"by another tokenizers")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(CONFIG, Interrupted(), tmp_path / "words", progress=quiet)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(CONFIG, Interrupted(), tmp_path / "words", progress=quiet)
+    prepare(CONFIG, WordRecipe(), tmp_path / "words", progress=quiet)
+    list(verify(tmp_path / "words"))
+    assert read_files(tmp_path / "words") == read_files(corpus)
+
+
 def plan_of(folder: Path) -> bytes:
     return prepare_module.Plan(CONFIG, Interrupted(), folder, quiet, map).content()
 

@@ -219,7 +219,7 @@ class Plan:
         """
         if self._kept() != self.content():
             records = [name for name in self.folder.list() if name.endswith(".record")]
-            for name in [SPOOL, TOKENIZER_FILE, *records]:
+            for name in [MANIFEST, SPOOL, TOKENIZER_FILE, *records]:  # without the first it is not finished
                 self.folder.delete(name)
             self.folder.write_bytes(PLAN_FILE, self.content())
 
