@@ -69,3 +69,20 @@ def test_how_long_a_node_has_been_up_is_known_of_a_child_of_its_raylet_alone() -
     ]
     assert 0.0 < float(found[0]) < 120.0, "its parent began with this test"
     assert found[1].strip() == "None"
+
+
+def test_what_rays_object_store_takes_is_known_of_this_nodes_raylet_alone() -> None:
+    """Each keeper listed all nodes as it started."""
+    says = (
+        "import ray; ray.nodes = None; from pathlib import Path; from regrow.runtime import keeper; "
+        "print([keeper._object_store_bytes(Path(each)) for each in ('/dev/shm/regrow', '/proc/regrow')])"
+    )
+    raylet = (
+        "import subprocess, sys; open('/proc/self/comm', 'w').write('raylet'); "
+        f"subprocess.run([sys.executable, '-c', {says!r}], check=True)"
+    )
+    found = [
+        subprocess.run([sys.executable, "-c", *of], capture_output=True, text=True, check=True, timeout=120).stdout
+        for of in ([raylet, "--store_socket_name=store", "--object_store_memory=7058327961"], [says])
+    ]
+    assert [each.strip() for each in found] == ["[7058327961, 0]", "[0, 0]"]

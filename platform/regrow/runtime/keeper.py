@@ -49,6 +49,7 @@ PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store is, unless it was told otherwise
+STORE_OPTION = b"--object_store_memory="  # of a raylet, in bytes
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Keeper(Speaking, Writing):
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
         self.domain = domain_of(node, labels, settings.domain_label, os.environ)
         self.folder = Path(folder)
-        self.object_store_bytes = _object_store_bytes(node, self.folder)
+        self.object_store_bytes = _object_store_bytes(self.folder)
         self.keeper: KeeperNode | None = None
         self.me = ray.get_runtime_context().current_actor
         self.lock, self.placing = threading.Lock(), threading.Lock()
@@ -359,12 +360,15 @@ def domain_of(node: str, labels: Mapping[str, str], label: str | None, environme
     return labels.get(label or "") or environment.get(NODE_NAME) or node
 
 
-def _object_store_bytes(node: str, folder: Path) -> int:
-    """Of Ray's object store, where that is in the same file system; it never says how much it takes by now."""
+def _object_store_bytes(folder: Path) -> int:
+    """Of Ray's object store, where that is in the same file system; it never says how much it takes by now.
+
+    As this process' raylet was told: Ray's own list is of all nodes. 0 where another process started this one.
+    """
     with contextlib.suppress(OSError):  # a folder that is none is for `serve` to tell
-        if os.stat(SHARED_MEMORY).st_dev == os.stat(folder.parent).st_dev:
-            found = [each.get("Resources", {}) for each in ray.nodes() if each["NodeID"] == node]
-            return int(sum(resources.get("object_store_memory", 0) for resources in found))
+        if (raylet := _raylet()) and os.stat(SHARED_MEMORY).st_dev == os.stat(folder.parent).st_dev:
+            options = Path(f"/proc/{raylet}/cmdline").read_bytes().split(b"\0")
+            return sum(int(each.removeprefix(STORE_OPTION)) for each in options if each.startswith(STORE_OPTION))
     return 0
 
 
@@ -384,13 +388,18 @@ def delete_abandoned(mine: Path, abandon_after_s: float) -> None:
 
 
 def _node_up_s() -> float | None:
-    """How long this process' raylet, whose child it is, has been there."""
-    raylet = os.getppid()
+    """How long this process' raylet has been there."""
     with contextlib.suppress(OSError):
-        if Path(f"/proc/{raylet}/comm").read_text().strip() == "raylet":
+        if raylet := _raylet():
             began_s = started_at(raylet) / os.sysconf("SC_CLK_TCK")
             return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
     return None
+
+
+def _raylet() -> int | None:
+    """The pid of this process' raylet, whose child it is; None: another process started it."""
+    raylet = os.getppid()
+    return raylet if Path(f"/proc/{raylet}/comm").read_text().strip() == "raylet" else None
 
 
 def start_keeper(run_id: str, node: str, settings: KeeperSettings) -> Any:
