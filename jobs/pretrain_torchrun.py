@@ -84,6 +84,9 @@ def main(arguments: list[str]) -> None:
                 pass  # float8 is over, and the next phase goes on from the checkpoint
         except NotFinite as error:
             raise run.not_finite(error) from error
+        except RegrowError as error:
+            run.failed(str(error))
+            raise
         run.close(progress)
 
 

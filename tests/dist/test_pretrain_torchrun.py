@@ -1,5 +1,6 @@
 """jobs.pretrain_torchrun: the same run under torchrun and in one process, without Ray or Hydra."""
 
+import contextlib
 import datetime
 import io
 import json
@@ -429,6 +430,26 @@ def test_gradients_that_are_not_finite_end_a_run_in_one_line_and_its_log_has_why
     assert (failure["cause"], failure["generation"], stopped["reason"]) == ("nonfinite", 1, "failed")
     assert stopped["detail"].startswith(f"{failure['detail']}; look at the loss before it (python -m jobs.report ")
     assert f"error: {stopped['detail']}" in done.stderr
+
+
+def test_an_error_that_ends_a_run_is_in_its_log(tmp_path: Path, corpus: Path) -> None:
+    """Before, the next job took the end for a death: `driver_died`."""
+    arguments = [f"run.storage_path={tmp_path}", "run.name=error", f"data.corpora.rows={corpus}", *SMALL]
+    assert run_ranks(train_on_damaged_rows, 2, arguments) == ["rank 0: row 3 is damaged", "rank 1: row 3 is damaged"]
+    run = Storage.at(tmp_path / "error")
+    (stopped,) = (each for each in read_events(run) if each["event"] == "stopped")
+    assert (stopped["reason"], stopped["step"], stopped["detail"]) == ("failed", 0, "rank 0: row 3 is damaged")
+
+
+def train_on_damaged_rows(arguments: list[str]) -> str:
+    def damaged(run: TorchrunRun) -> PatientReader:
+        raise DataError(f"rank {run.rank}: row 3 is damaged")
+
+    TorchrunRun.train_rows = damaged
+    pretrain_torchrun.process_group = lambda timeout_s: contextlib.nullcontext(torch.device("cpu"))  # that of this rank
+    with pytest.raises(DataError) as ended:
+        pretrain_torchrun.main(arguments)
+    return str(ended.value)
 
 
 def test_help_is_printed_and_no_mistake(environment: dict[str, str], tmp_path: Path) -> None:

@@ -380,16 +380,22 @@ class TorchrunRun:
             self._log.close()
 
     def not_finite(self, error: NotFinite) -> RegrowError:
-        """What a run that cannot go on ends with, and has in its log. Collective."""
+        """What a run that cannot go on ends with, and has in its log."""
         detail = (
             f"{error}; look at the loss before it (python -m jobs.report {self.run.folder}), then lower optim.lr under "
             "another run.name, or allow more with train.nonfinite_skips"
         )
         self.event(events.Failure(cause=events.Cause.nonfinite, detail=str(error), generation=self.generation))
-        self.event(events.Stopped(step=self._newest_step(), reason="failed", detail=detail))
-        if self._log is not None:
-            self._log.close()
+        self.failed(detail)
         return RegrowError(detail)
+
+    def failed(self, detail: str) -> None:
+        """Have in the log that the run ends by an error. Not collective: other ranks may have none, or another one."""
+        if self._log is not None:
+            with contextlib.suppress(OSError, RegrowError):  # as of storage, or a job that has taken the run over
+                step = max(catalog.committed_steps(self.checkpoints), default=0)
+                self.event(events.Stopped(step=step, reason="failed", detail=detail))
+                self._log.close()
 
     def message(self, text: str) -> None:
         if self.rank == 0:
