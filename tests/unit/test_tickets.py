@@ -11,11 +11,12 @@ import pytest
 import ray
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
-from regrow.data.read.batch import BatchLayout
-from regrow.data.read.corpora import Corpora
+from regrow.data.read.batch import BatchLayout, layout_of
+from regrow.data.read.corpora import Corpora, order_of
 from regrow.data.read.outage import Patience
-from regrow.data.stream import actor
+from regrow.data.stream import actor, client
 from regrow.data.stream.actor import TokenStream
+from regrow.data.stream.dataset import window_table
 from regrow.runtime import generation
 from support.corpus import write_rows
 
@@ -139,7 +140,8 @@ def test_a_process_asks_for_its_nodes_fetcher_once_and_again_where_one_has_faile
     monkeypatch.setattr(generation, "gather", lambda mine: [mine, ("node", 6, 12), ("other", 0, 6)])
 
     def train(number: int) -> list[str]:
-        joined: Any = SimpleNamespace(generation=number, rank=0)
+        formation = SimpleNamespace(members=[SimpleNamespace(node="node")])
+        joined: Any = SimpleNamespace(generation=number, rank=0, formation=formation, speaks=True)
         batches = generation._batches(process, joined, Patience(0.0), range(6), range(1))
         assert [batch.step for batch in batches] == [0]
         return asked
@@ -149,3 +151,52 @@ def test_a_process_asks_for_its_nodes_fetcher_once_and_again_where_one_has_faile
     answer[0] = ray.exceptions.ActorDiedError()  # a stream that was restarted has no fetchers
     assert train(3) == ["node"]
     assert train(4) == ["node", "node"]
+
+
+@pytest.mark.parametrize(("nodes", "late"), [(2048, []), (1, [0])])
+def test_a_large_group_gives_the_stream_longer_for_its_first_window(
+    nodes: int, late: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One actor answers all nodes: at 2,048 most of them gave it up after a second, and read from storage."""
+    now, there_at = 0.0, 5.0
+
+    def get(references: Any, timeout: float) -> Any:
+        nonlocal now
+        if now < there_at:
+            now += timeout
+            raise ray.exceptions.GetTimeoutError
+        return references
+
+    write_rows(tmp_path, num_rows=48)
+    config = PretrainConfig(data=DataConfig(seq_len=16), optim=OptimConfig(global_batch_seqs=24, num_slices=12))
+    corpora = Corpora.at(tmp_path)
+    layout, order, reader = layout_of(config), order_of(config, corpora), corpora.reader("train")
+    window = window_table(0, order, reader, layout)
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
+    fallbacks = list[int]()
+    batches = client.rank_batches(
+        [lambda window_number, blocks, seek, timeout_s: [window.slice(k, 1) for k in blocks]],
+        *(order, reader, layout),
+        slices=range(12),
+        start_step=0,
+        stop_step=1,
+        stall_timeout_s=20.0,
+        has_fed=True,
+        seek_patience_s=client.seek_patience(layout, seq_len=16, num_nodes=nodes),
+        on_fallback=lambda number, reason: fallbacks.append(number),
+    )
+    assert [len(batch.rows) for batch in batches] == [24]
+    assert fallbacks == late
+
+
+def test_of_a_nodes_ranks_one_tells_the_runs_log_that_the_stream_was_late(caplog: pytest.LogCaptureFixture) -> None:
+    """At 16,384 ranks, each told the coordinator of it, a line of the log each."""
+    told = list[Any]()
+    coordinator: Any = SimpleNamespace(event=lambda *said: told.append(said))
+    for rank, speaks in [(0, True), (1, False), (2, False)]:
+        joined: Any = SimpleNamespace(rank=rank, speaks=speaks)
+        generation._report_fallback(coordinator, joined, 3, "late")
+    assert told == [("data_fallback", {"rank": 0, "window": 3, "reason": "late"})]
+    assert caplog.messages == ["token stream: window 3 is read from the shards: late"] * 2

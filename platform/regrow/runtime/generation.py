@@ -22,7 +22,7 @@ from regrow.control.phases import Phase
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.data.read.outage import Patience, PatientReader
-from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
+from regrow.data.stream.client import Ask, rank_batches, seek_patience, warn, ways_to_ask
 from regrow.model.linears import float8_steps
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.fsdp import build_mesh, connect
@@ -180,17 +180,19 @@ def _patience(process: Process, joined: Joined, breaker: Breaker) -> Patience:
 def _batches(process: Process, joined: Joined, patience: Patience, slices: range, steps: range) -> Iterator[RankBatch]:
     """This rank's rows of these steps, from the token stream. Collective."""
     job, config = process.job, process.job.config
+    layout, nodes = layout_of(config), {member.node for member in joined.formation.members}
     return rank_batches(
         _ways_to_ask(process, joined.generation, slices),
         order_of(config, job.corpora),
         PatientReader(job.corpora.reader("train"), patience),
-        layout_of(config),
+        layout,
         slices=slices,
         start_step=steps.start,
         stop_step=steps.stop,
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=joined.generation > job.first_generation,
-        on_fallback=partial(_report_fallback, CoordinatorClient(job.coordinator, joined.generation), joined.rank),
+        seek_patience_s=seek_patience(layout, seq_len=config.data.seq_len, num_nodes=len(nodes)),
+        on_fallback=partial(_report_fallback, CoordinatorClient(job.coordinator, joined.generation), joined),
         on_failed_ask=partial(_forget_fetcher, process),
         is_over=patience.is_over,
     )
@@ -263,9 +265,13 @@ def _forget_fetcher(process: Process) -> None:
     process.fetcher = None
 
 
-def _report_fallback(coordinator: CoordinatorClient, rank: int, window: int, reason: str) -> None:
-    """Tell the run's log that a rank reads a window from the shards itself."""
-    coordinator.event("data_fallback", {"rank": rank, "window": window, "reason": reason})
+def _report_fallback(coordinator: CoordinatorClient, joined: Joined, window: int, reason: str) -> None:
+    """Tell the run's log that a rank reads a window from the shards itself; its worker's, where it is not the first
+    rank of its node: a late stream is late for all of them, and they may be many thousands."""
+    if joined.speaks:
+        coordinator.event("data_fallback", {"rank": joined.rank, "window": window, "reason": reason})
+    else:
+        warn(window, reason)
 
 
 def _device_name(device: torch.device) -> str:

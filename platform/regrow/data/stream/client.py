@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 SEEK_PATIENCE_S = 1.0  # a stream that has fed a group has the next one's first window by then, or lost it with a node
+NODE_S = 3e-3  # of the stream's actor, for each node's call
+WINDOW_BYTES_PER_S = 1e9  # out of the node where a window was made
 LOOK_S = 0.2  # between looks whether the group is over, while nothing comes
 RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
 
@@ -50,6 +52,13 @@ def ways_to_ask(
     return [functools.partial(fetcher.get.remote, group, node_blocks), stream.get.remote]
 
 
+def seek_patience(layout: BatchLayout, *, seq_len: int, num_nodes: int) -> float:
+    """Seconds for which a group on so many nodes waits for its first window, where the stream has fed the one before:
+    for its place among the nodes that ask, and for the window's way to them."""
+    window_bytes = layout.window_rows * (seq_len + 1) * 4  # token ids are uint32
+    return SEEK_PATIENCE_S + num_nodes * NODE_S + window_bytes / WINDOW_BYTES_PER_S
+
+
 def rank_batches(
     asks: Sequence[Ask],
     order: Order,
@@ -61,6 +70,7 @@ def rank_batches(
     stop_step: int,
     stall_timeout_s: float,
     has_fed: bool = False,
+    seek_patience_s: float = SEEK_PATIENCE_S,
     on_fallback: Fallback | None = None,
     on_failed_ask: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
@@ -70,8 +80,8 @@ def rank_batches(
     The next window is fetched while one is trained on. A window that does not come in time, is lost, or is not the one
     that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again; where
     a way to ask failed, in the next of them, and `on_failed_ask` is told. A stream that `has_fed` the group before this
-    one is waited for less: Ray may take many seconds to find out that a node is gone, and what it held with it. Raises
-    GroupOver where the rank's group `is_over` while it waits.
+    one is waited for less, `seek_patience_s`: Ray may take many seconds to find out that a node is gone, and what it
+    held with it. Raises GroupOver where the rank's group `is_over` while it waits.
     """
     if start_step >= stop_step:
         return
@@ -79,7 +89,7 @@ def rank_batches(
     ask = next(ways)
     blocks_of = layout.blocks_of(slices)
     coming = _Fetch(ask, start_step // layout.window_steps, blocks_of, seek=True, timeout_s=stall_timeout_s)
-    patience_s, step = min(stall_timeout_s, SEEK_PATIENCE_S) if has_fed else stall_timeout_s, start_step
+    patience_s, step = min(stall_timeout_s, seek_patience_s) if has_fed else stall_timeout_s, start_step
     while step < stop_step:
         window = step // layout.window_steps
         steps = range(step, min((window + 1) * layout.window_steps, stop_step))
@@ -90,7 +100,7 @@ def rank_batches(
         except GroupOver:
             raise
         except Exception as error:  # whatever Ray raises: the rows are on storage all the same
-            (on_fallback or _warn)(window, first_line_of(error))
+            (on_fallback or warn)(window, first_line_of(error))
             batches = direct_batches(order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop)
             patience_s = RETRY_PATIENCE_S
             if not isinstance(error, (TimeoutError, LookupError)):  # the actor that was asked may be dead
@@ -163,7 +173,7 @@ def assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range)
     return RankBatch(step, np.concatenate(positions), np.concatenate(rows))
 
 
-def _warn(window: int, reason: str) -> None:
+def warn(window: int, reason: str) -> None:
     log.warning("token stream: window %d is read from the shards: %s", window, reason)
 
 
