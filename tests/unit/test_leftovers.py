@@ -7,15 +7,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from regrow.runtime.keeper import Keeper
-from regrow.runtime.liveness.pulse import started_at
+from regrow.runtime import keeper as keeper_module
+from regrow.runtime.keeper import Keeper, KeeperSettings
+from regrow.runtime.liveness.pulse import PulseFile, started_at
 from regrow.state.memory.node import KeeperNode, delete_run, last_used, take_over_leftovers
 
 PATTERN = "regrow-run-*"
+
+BEATS = """
+import sys
+from pathlib import Path
+from regrow.runtime.liveness.pulse import PulseFile
+pulse = PulseFile(Path(sys.argv[1]))
+print(flush=True)
+while True:
+    pulse.beat(7, 8, 1.0)
+"""
 
 
 def folder(parent: Path, node: str, *, used_at: float, run: str = "run") -> Path:
@@ -94,6 +107,43 @@ def test_a_folder_that_is_being_made_or_deleted_is_left_alone_and_one_that_was_n
     assert not stale.exists()
     assert (mine / "g000001-r0-0.slot").read_text() == "stale"
     assert last_used(tmp_path / "nowhere") == 0.0
+
+
+class Stop(Exception):
+    """Of a test."""
+
+
+def test_a_keeper_whose_coordinator_is_silent_stays_for_as_long_as_a_worker_of_its_node_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It deleted its snapshots after `snapshot.abandon_after_s`, while its workers trained, and another never came."""
+    ends, answers = list[Any](), [ray.exceptions.RayActorError] * 2 + [Stop]
+    keeper = Keeper.__new__(Keeper)  # not an actor
+
+    def ready() -> None:
+        raise answers.pop(0) if answers else ray.exceptions.RayActorError
+
+    keeper.folder, keeper.settings = tmp_path, KeeperSettings(str(tmp_path), None, abandon_after_s=100.0)
+    keeper.coordinator = SimpleNamespace(ready=SimpleNamespace(remote=ready))
+    keeper.heard_at, keeper.me = time.monotonic() - 1000, None
+    monkeypatch.setattr(keeper, "close", lambda: ends.append("deleted"))
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: ends.append(no_restart))
+    monkeypatch.setattr(keeper_module, "PING_S", 0.01)
+    with subprocess.Popen([sys.executable, "-c", BEATS, str(tmp_path)], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        try:
+            with pytest.raises(Stop):
+                keeper._watch(0.0)
+        finally:
+            worker.kill()
+    assert ends == []
+    long_ago = time.monotonic_ns() - 1000 * 10**9
+    with monkeypatch.context() as before:
+        before.setattr(time, "monotonic_ns", lambda: long_ago)
+        PulseFile(tmp_path)  # of a process that is gone, whose pid another one has
+    keeper._watch(0.0)
+    assert ends == ["deleted", True]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
@@ -50,6 +51,27 @@ def test_a_newcomer_is_told_that_its_first_generation_is_over(newcomer: MemoryTi
     assert not breaker.begun
     ControlWord(over=GENERATION).write(tmp_path)
     wait_until(lambda: breaker.begun)
+    breaker.left()
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_worker_whose_keeper_has_ended_has_another_one_from_its_next_group_on(
+    newcomer: MemoryTier, monkeypatch: pytest.MonkeyPatch, speaks: bool
+) -> None:
+    """The handle was that of the keeper that had ended, in every group of this process."""
+    dead, secret, serving = Future[Any](), Future[bytes](), newcomer.keeper.serve
+    dead.set_exception(ray.exceptions.ActorDiedError())
+    secret.set_result(b"of the other")
+    calls = SimpleNamespace(remote=lambda *of: dead)
+    other = SimpleNamespace(serve=serving, secret=SimpleNamespace(remote=lambda: secret))
+    newcomer.check_room()
+    newcomer._serving, newcomer.keeper = None, SimpleNamespace(serve=calls, secret=calls)
+    newcomer._start_keeper = lambda: other  # type: ignore[assignment]
+    monkeypatch.setattr(memory_tier, "gather", lambda mine: [mine])
+    breaker = Breaker()
+    newcomer.join(GENERATION, set(), breaker, speaks=speaks)
+    assert newcomer.keeper is other
+    assert newcomer.secret == (b"secret" if speaks else b"of the other")
     breaker.left()
 
 

@@ -294,7 +294,7 @@ class SnapshotConfig:
     transport: SnapshotTransport = SnapshotTransport.tcp  # of these copies; nixl: RDMA
     folder: str = "/dev/shm"  # on every node, a file system in memory
     domain_label: str | None = "rack"  # Ray's label of nodes that fail together; a pod without it fails with its host
-    abandon_after_s: float = 600.0  # without a driver, snapshots are kept for this long
+    abandon_after_s: float = 600.0  # with no driver and no worker, snapshots are kept for this long
 
 
 @dataclass

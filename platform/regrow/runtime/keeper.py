@@ -2,8 +2,8 @@
 
 Ray carries control alone; bytes go through shared memory and the keepers' own sockets. What keepers report of a step
 goes up a tree of them, and what is said to them goes down it: no keeper, nor the coordinator at its root, hears from or
-speaks to more than `control.peers.FAN_OUT` of them, however many nodes there are. A keeper whose coordinator is gone
-for long deletes what it holds and ends: an abandoned run leaves nothing in memory.
+speaks to more than `control.peers.FAN_OUT` of them, however many nodes there are. A keeper whose coordinator and
+workers are gone for long deletes what it holds and ends: an abandoned run leaves nothing in memory.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from regrow.runtime.hardware.settings import allow_descriptors
 from regrow.runtime.joining import Joins, Speaking
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.probe import Lifeline
-from regrow.runtime.liveness.pulse import look, read_pulses, started_at, where
+from regrow.runtime.liveness.pulse import last_beat, look, read_pulses, started_at, where
 from regrow.runtime.writing import DEVICES, GROUPS, Own, Writing, on_threads_of
 from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
@@ -330,22 +330,27 @@ class Keeper(Speaking, Writing):
             CoordinatorClient(self.coordinator).gone(self.node_id, pid)
 
     def _watch(self, pause_s: float) -> None:
-        """Find the coordinator again after this actor was restarted; end where none answers any more.
+        """Find the coordinator again after this actor was restarted; end once it and this node's workers are gone.
 
         It is asked only after a while without a word of it: thousands that ask cost it more than training does. One
         that was restarted asks at once: until it is known again, others' copies have no place, and they look for one.
         """
-        abandon_after_s = self.settings.abandon_after_s
-        while (silent_s := time.monotonic() - self.heard_at) < abandon_after_s:
+        abandon_after_s, beaten_at = self.settings.abandon_after_s, 0.0
+        while True:
             time.sleep(pause_s)
-            pause_s = PING_S
+            pause_s, silent_s = PING_S, time.monotonic() - self.heard_at
+            is_silent = silent_s > ASK_AFTER * abandon_after_s
+            if is_silent:  # else pulses are the coordinator's to read: a death shows in them once
+                beaten_at = max(beaten_at, last_beat(self.folder))
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there is none now
                 if self.coordinator is None:
                     coordinator = ray.get_actor(f"{self.run_id}:{COORDINATOR}", namespace=NAMESPACE)
                     ray.get(coordinator.greet.remote(self.node_id, self.me), timeout=4 * PING_S)
-                elif silent_s > ASK_AFTER * abandon_after_s:
+                elif is_silent:
                     ray.get(self.coordinator.ready.remote(), timeout=PING_S)
                     self.heard_at = time.monotonic()
+            if time.monotonic() - max(self.heard_at, beaten_at) > abandon_after_s:
+                break
         self.close()
         ray.kill(self.me, no_restart=True)
 

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,8 @@ class MemoryTier:
         """Ask for this node's keeper, which starts while the rank builds its model."""
         self.job, self.config, self.folder = job, job.config.snapshot, Path()
         self.domain = self.node = ray.get_runtime_context().get_node_id()
-        self.keeper = start_keeper(job.run_id, self.node, KeeperSettings.of(self.config))
+        self._start_keeper = partial(start_keeper, job.run_id, self.node, KeeperSettings.of(self.config))
+        self.keeper = self._start_keeper()
         self.coordinator = CoordinatorClient(job.coordinator)
         self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
         self.snapshots: Snapshots | None = None  # of the current generation
@@ -127,7 +129,7 @@ class MemoryTier:
             self.coordinator.register_keeper(self.keeper, info)
         breaker.watch(set().union(*gather(list(gloo))))  # all keepers serve by then
         if serving is None:
-            self.secret = ray.get(self.keeper.secret.remote(), timeout=CALL_TIMEOUT_S)
+            self.secret = self._answer(self.keeper.secret.remote(), lambda: self.keeper.secret.remote())
         self._arenas = self._arenas or Arenas(self.folder)
         self._heartbeat = self._heartbeat or _heartbeat_of(self.folder, self.job)
         self._heartbeat.enter(generation, breaker)
@@ -151,7 +153,8 @@ class MemoryTier:
                 for refused in restored.problems:
                     self.coordinator.note("snapshot_damaged", {"step": step, "detail": refused})
                 return restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
-        self._note({"step": step, "detail": problem})
+        if dist.get_rank() == 0:
+            self.coordinator.note("snapshot_unreadable", {"step": step, "detail": problem})
         return None
 
     def _read(self, entries: Sequence[Entry], place: Coordinates, holders: Holders) -> tuple[Restored | None, str]:
@@ -243,9 +246,16 @@ class MemoryTier:
     def _info(self, serving: Any) -> KeeperInfo:
         """What the keeper says of itself. Raises CheckpointError where it cannot work on its node."""
         try:
-            return cast(KeeperInfo, ray.get(serving, timeout=CALL_TIMEOUT_S))
+            return cast(KeeperInfo, self._answer(serving, self._serve))
         except ray.exceptions.RayTaskError as error:
             raise CheckpointError(cannot_serve(self.node, self.config.folder, error.cause or error)) from error
+
+    def _answer(self, asked: Any, ask_again: Callable[[], Any]) -> Any:
+        """What the keeper says; where it has ended, as one that no coordinator spoke to for long, another one."""
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            return ray.get(asked, timeout=CALL_TIMEOUT_S)
+        self.keeper = self._start_keeper()
+        return ray.get(ask_again(), timeout=CALL_TIMEOUT_S)
 
     def _serve(self) -> Any:
         self.secret = self.coordinator.secret()  # anew each time: a coordinator that finds no keeper makes another
@@ -295,7 +305,3 @@ class MemoryTier:
             "cluster.min_workers, lower snapshot.slots (at least 2) or snapshot.copies, or give the nodes more memory "
             "(on Kubernetes, a larger memory volume)"
         )
-
-    def _note(self, fields: dict[str, Any]) -> None:
-        if dist.get_rank() == 0:
-            self.coordinator.note("snapshot_unreadable", fields)

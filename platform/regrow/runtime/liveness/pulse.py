@@ -118,6 +118,11 @@ def read_pulses(folder: Path) -> list[Pulse]:
     return pulses
 
 
+def last_beat(folder: Path) -> float:
+    """When a worker of the node that runs still has last beaten, of the monotonic clock; 0 where there is none."""
+    return max((time.monotonic() - pulse.silent_s for pulse in read_pulses(folder) if pulse.state), default=0.0)
+
+
 def process_state(pid: int) -> str:
     """The kernel's letter for a process of this machine; empty where there is none."""
     try:
