@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.group import FORM_POLLS_PER_S
+from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.replicas import Replicas
 from regrow.control.states import GivenUp
@@ -172,6 +174,30 @@ def test_no_event_takes_more_than_in_proportion_to_the_number_of_ranks(
     times = {what: large[what] / small[what] for what in small if large[what] > FEW}
     assert {what: round(each, 2) for what, each in times.items() if each > MOST} == {}
     assert len(times) > 15
+
+
+def test_a_tick_while_one_answer_is_out_looks_at_no_rank_whose_node_has_answered() -> None:
+    """It looked at each rank ten times a second for as long as a group stood still."""
+
+    def counted(size: int) -> int:
+        members = [Member(f"m{rank}", f"node{rank // RANKS_PER_NODE}", "host", 1, rank) for rank in range(size)]
+        nodes = list(dict.fromkeys(member.node for member in members))
+        told = Told(min_workers=2, max_workers=size)
+        told.form(*members)
+        told.begin(nodes)
+        told.row(1, step_s=1.0)
+        told.now += told.control.health.stalls.patience_s + 0.1
+        told.clear()
+        told()
+        (asked,) = told.of(c.Ask)
+        for node in nodes[1:]:
+            pulses = [Pulse(member.pid, 1, 1, 0.05, 0.0, "S") for member in members if member.node == node]
+            told(e.Answered(asked.number, node, pulses))
+        told.now += 0.1
+        told()
+        return instructions(lambda: told.control.health.tick(told.now, members, nodes))
+
+    assert counted(LARGE) == counted(SMALL)
 
 
 def test_comparing_replicas_takes_no_more_than_in_proportion_to_the_number_of_ranks() -> None:

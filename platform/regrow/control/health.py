@@ -10,6 +10,7 @@ begins none, is the one they wait for. It hangs once what it does takes far long
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -184,6 +185,8 @@ class _Asked:
     waiting: set[str]  # for these nodes' answers
     at: float
     answers: dict[str, Any] = field(default_factory=dict)  # None: the keeper is gone, which shows by itself
+    looked_at: int = 0  # of the answers, the first so many
+    hung: dict[Worker, Pulse] = field(default_factory=dict)  # of these
 
 
 class Health:
@@ -312,20 +315,22 @@ class Health:
         return _Asked(self._number, question, set(nodes), now)
 
     def _found(self, asked: _Asked, now: float, members: list[Member]) -> list[Suspect]:
+        new = list(islice(asked.answers.items(), asked.looked_at, None))  # every tick comes here while one is out
+        asked.looked_at = len(asked.answers)
+        asked.hung |= {(node, pulse.pid): pulse for node, answer in new for pulse in self.stalls.hung(answer or [])}
         suspects = []
-        for member in members:
-            pulses: list[Pulse] = asked.answers.get(member.node) or []
-            for pulse in self.stalls.hung(pulses):
-                if pulse.pid == member.pid:
-                    how = "stopped" if pulse.stopped else f"in state {pulse.state}" if pulse.state else "gone"
-                    detail = f"process {pulse.pid} {how}, last ran {pulse.silent_s:.1f} s ago"
-                    suspects.append(Suspect(member, False, detail, is_gone=not pulse.state))
+        for member in members if asked.hung else ():
+            pulse = asked.hung.get((member.node, member.pid))
+            if pulse is not None:
+                how = "stopped" if pulse.stopped else f"in state {pulse.state}" if pulse.state else "gone"
+                detail = f"process {pulse.pid} {how}, last ran {pulse.silent_s:.1f} s ago"
+                suspects.append(Suspect(member, False, detail, is_gone=not pulse.state))
         waited = now - asked.at
         asked.waiting -= self._silent.hanging(asked.waiting, asked.at, now)  # the keeper alone hangs
         if waited > DARK_S:
             said = f"nothing was heard of the node for {waited:.1f} s"
             suspects += [Suspect(member, True, said) for member in members if member.node in asked.waiting]
-        suspects += self._without_keeper(asked, now, members)
+        suspects += self._without_keeper(new, now, members)
         where = asked.question is Question.POSITIONS
         if not asked.waiting and where:
             suspects += self._left_behind(asked.answers, members)
@@ -335,20 +340,19 @@ class Health:
             self._pulses = None
         return suspects
 
-    def _without_keeper(self, asked: _Asked, now: float, members: list[Member]) -> list[Suspect]:
+    def _without_keeper(self, answers: Iterable[tuple[str, Any]], now: float, members: list[Member]) -> list[Suspect]:
         """Members on nodes whose keepers are gone for long: Ray would have told of them, or told a coordinator before.
 
-        A keeper alone that died is back before that.
+        A keeper alone that died is back before that. `answers` are new ones, by node.
         """
-        for node, answer in asked.answers.items():
+        for node, answer in answers:
             if answer is None:
                 self._gone_since.setdefault(node, now)
             else:
                 self._gone_since.pop(node, None)
         gone = {node for node, since in self._gone_since.items() if now - since > self.stalls.silence_s}
-        return [
-            Suspect(each, True, "its keeper is gone, and does not come back") for each in members if each.node in gone
-        ]
+        those = [each for each in members if each.node in gone] if gone else []
+        return [Suspect(each, True, "its keeper is gone, and does not come back") for each in those]
 
     def _left_behind(self, answers: Mapping[str, list[Pulse] | None], members: list[Member]) -> list[Suspect]:
         pulses = {(node, pulse.pid): pulse for node, answer in answers.items() for pulse in answer or []}

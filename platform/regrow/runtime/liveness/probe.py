@@ -109,7 +109,8 @@ class RollCall:
         """Those of the nodes asked last on which some member said that it runs. Call often, as for `gone`."""
         hailed, self.hailed = self.hailed, None
         if hailed is None or (hailed[1].done() and time.monotonic() - hailed[0] > OLD_S):
-            known = [member for member in self.reached.values() if member.node in nodes]
+            those = frozenset(nodes)  # a tuple of all nodes, where the coordinator's own network is away
+            known = [member for member in self.reached.values() if member.node in those]
             if known:
                 self.hailed = time.monotonic(), self.thread.submit(_running, known)
             return set()
