@@ -395,8 +395,10 @@ class World:
         self.after(0.2 + self.rng.random(), self._come_back)
 
     def _unwritten(self) -> int:
-        """How many of the log's last events may not be written yet: none that was waited for, nor any before that."""
-        awaited = ("submitted", "forming", "trained", "drain", "undrain", "corruption")
+        """How many of the log's last events may not be written yet: none that was waited for, nor any before that.
+
+        Nor what is said of rows, as those that follow are written after it, and stay here."""
+        awaited = ("submitted", "forming", "trained", "drain", "undrain", "corruption", "note")
         late = 0
         for _, name, fields in reversed(self.events[-3:]):
             if name in awaited or fields.get("cause") == Cause.nonfinite:
