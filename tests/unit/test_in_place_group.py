@@ -1,10 +1,14 @@
 """Which of a group's workers count as dead, and when the group is over, without a Ray: what is polled is given."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from ray.train import WorkerGroupError
@@ -20,7 +24,8 @@ from ray.train.v2._internal.execution.worker_group.state import WorkerGroupConte
 from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.runtime import ray_train
 from regrow.runtime.backend import last_line
-from regrow.runtime.ray_train import InPlaceGroup, Places
+from regrow.runtime.ray_train import VIEW_S, InPlaceGroup, Places
+from regrow.runtime.trainer import build_trainer
 
 SIZE = 3
 
@@ -258,6 +263,35 @@ def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_m
     group.meanwhile = [(3, worker(13, "other")), (7, worker(27, "new"))]
     group.poll()
     assert group.poll()[0] == [0, 1, 2, 16, 27, 13]
+
+
+def test_among_many_workers_notices_are_looked_for_while_it_is_not_the_workers_turn(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every 33 s at 16,384, as workers were asked: a node that is to go in 30 s was gone by then."""
+    many, looks, asked, answers = 16_384, list[int](), list[int](), group.answers
+    job: Any = SimpleNamespace(config=PretrainConfig(), run_id="run", coordinator=None)
+    with patch.dict(os.environ):
+        os.environ.pop("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", None)
+        build_trainer(job, num_workers=many, train_fn=print, storage=str(tmp_path), name="run")
+        poll_s = float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"])
+    assert poll_s < VIEW_S
+    monkeypatch.setattr(ray_train, "LOOK_S", 0.0)
+    monkeypatch.setattr(group, "_heed_notices", lambda places: looks.append(len(looks)))
+    monkeypatch.setattr(group, "answers", lambda: (asked.append(len(looks)), answers())[1])
+    group._place_of = list(range(many))
+    group._worker_group_state = replace(group._worker_group_state, workers=[worker(pid) for pid in range(many)])  # type: ignore[type-var]
+    for _ in range(34):
+        assert group.poll()[1]
+        group.dead = {5}
+    assert group.told == [("node-5", 5)]
+    group._filled.put((5, worker(many)))
+    group.over = set(range(many)) - {5}
+    assert [group.poll()[1] for _ in range(33)] == [True] * 33
+    assert asked == [0, 33, 66]
+    assert len(looks) == 67
+    group.over.add(many)
+    assert [group.poll()[1] for _ in range(33)] == [True] * 32 + [False]
 
 
 def test_what_a_lost_node_had_room_for_is_given_up_at_once_and_filled_later(

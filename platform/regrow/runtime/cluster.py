@@ -22,6 +22,7 @@ from regrow.runtime.head import NotLetIn, answering_head, other_versions
 KNOWN_RAY = "2.60."  # whose insides `runtime.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
 START_S, POLL_S = 120.0, 0.1  # for a node of Ray to be up
 WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
+POLLS_PER_S = 500.0  # of workers by Ray Train, all of them together
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ group of its own to Ray Train (torchft's mode), so that it has no opinion on wha
 """
 
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -35,8 +36,9 @@ from regrow.config.spares import most_workers
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
-from regrow.runtime.cluster import room_for
+from regrow.runtime.cluster import POLLS_PER_S, room_for
 
+MOST_LOOK_S = 1.0  # between Ray Train's polls, in which workers are asked, at POLLS_PER_S, and all else is looked after
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
 STARTS_AT_ONCE = 32  # workers that come to a group
@@ -179,6 +181,8 @@ class InPlaceGroup(WorkerGroup):
         self._started_at: dict[int, float] = {}  # places that were filled since the group started
         self._dead: dict[tuple[str, int], tuple[float, str, str]] = {}  # processes: since when, cause and detail
         self.looked_at = self.told_at = 0.0
+        self._looks = 0  # until workers are asked again
+        self._ended: set[int] = set()  # places whose worker had ended by then
         settings: Any = self._train_run_context.train_loop_config  # as `runtime.trainer` says them
         config: PretrainConfig = settings["config"]
         self._cluster, self._run_id = config.cluster, settings["run_id"]
@@ -228,15 +232,15 @@ class InPlaceGroup(WorkerGroup):
         return worker
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
+        """Ask all workers, or none where it is not their turn: what else is looked after does not wait for that."""
         self._take_in()  # not while they are asked: what is answered is always of the worker in that place
-        statuses = super()._poll_workers_and_collect_errors(timeout)
-        for rank, status in enumerate(statuses):
-            if status.error is not None:  # Ray Train would start a worker in place 0 for it, and wait for that for good
-                if self._place_of[rank] not in self.empty:
-                    self.empty[self._place_of[rank]] = time.monotonic()
-                    self._note_death(rank, status.error)
-                self._world_rank_to_ongoing_poll.pop(rank, None)
-                statuses[rank] = WorkerStatus(running=False, error=None, training_report=None)
+        self._looks -= 1
+        if self._looks <= 0:
+            statuses = self._ask(timeout)
+            self._looks = math.ceil(len(statuses) / (POLLS_PER_S * MOST_LOOK_S))
+        else:
+            running = [place not in self._ended for place in self._place_of]
+            statuses = [WorkerStatus(running=each, error=None, training_report=None) for each in running]
         if time.monotonic() - self.told_at > VIEW_S:
             self._tell()
         is_empty = len(self.empty) == len(statuses)
@@ -246,6 +250,20 @@ class InPlaceGroup(WorkerGroup):
             self._fill()
         if is_empty:  # the group is not over for that
             statuses[0] = WorkerStatus(running=True, error=None, training_report=None)
+        return statuses
+
+    def _ask(self, timeout: float | None) -> list[WorkerStatus]:
+        """Of all workers; a death is noted, and is no error."""
+        statuses = super()._poll_workers_and_collect_errors(timeout)
+        for rank, status in enumerate(statuses):
+            if status.error is not None:  # Ray Train would start a worker in place 0 for it, and wait for that for good
+                if self._place_of[rank] not in self.empty:
+                    self.empty[self._place_of[rank]] = time.monotonic()
+                    self._note_death(rank, status.error)
+                self._world_rank_to_ongoing_poll.pop(rank, None)
+                statuses[rank] = WorkerStatus(running=False, error=None, training_report=None)
+        of_places = zip(self._place_of, statuses, strict=True)
+        self._ended = {place for place, status in of_places if not status.running}
         return statuses
 
     def _note_death(self, rank: int, error: Exception) -> None:
@@ -347,6 +365,7 @@ class InPlaceGroup(WorkerGroup):
             workers = [*state.workers[:rank], worker, *state.workers[rank + 1 :]]
             self._worker_group_state = replace(state, workers=workers)
             self.empty.pop(place, None)
+            self._ended.discard(place)
             self._raised.pop(place, None)
             self._started_at[place] = time.monotonic()
 

@@ -15,7 +15,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
-from regrow.runtime.cluster import worker_resources
+from regrow.runtime.cluster import POLLS_PER_S, worker_resources
 from regrow.runtime.job import Job
 
 # Read by Ray Train from the driver's environment and passed on to its controller.
@@ -28,7 +28,7 @@ CLUSTER_TUNING = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # GET /api/train/v2/runs/v1 on the dashboard
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
 }
-LEAST_POLL_S, POLLS_PER_S = 0.25, 500.0  # how soon a dead worker is noticed; of all workers together
+LEAST_POLL_S = 0.25  # how soon a dead worker is noticed
 
 
 def build_trainer(job: Job, *, num_workers: int, train_fn: Any, storage: str, name: str) -> Any:
@@ -42,16 +42,16 @@ def build_trainer(job: Job, *, num_workers: int, train_fn: Any, storage: str, na
     local, cluster = config.cluster.address is None, config.cluster
     for key, value in (TUNING | (dict.fromkeys(CLUSTER_TUNING, "0") if local else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
-    poll_s = max(LEAST_POLL_S, num_workers / POLLS_PER_S)
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{poll_s:.2f}")
-    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(cluster.silence_s))
     elastic = cluster.min_workers < cluster.max_workers and not cluster.in_place
     kind: type[DataParallelTrainer] = DataParallelTrainer
     backend: BackendConfig = ProcessGroupConfig()
+    poll_s = max(LEAST_POLL_S, num_workers / POLLS_PER_S)
     if cluster.in_place:
-        from regrow.runtime.ray_train import InPlaceConfig, InPlaceTrainer
+        from regrow.runtime.ray_train import MOST_LOOK_S, InPlaceConfig, InPlaceTrainer
 
-        kind, backend = InPlaceTrainer, InPlaceConfig()
+        kind, backend, poll_s = InPlaceTrainer, InPlaceConfig(), min(poll_s, MOST_LOOK_S)
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{poll_s:.2f}")
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(cluster.silence_s))
     size: Any = (cluster.min_workers, cluster.max_workers) if elastic else num_workers
     return kind(
         partial(train_fn, job),
