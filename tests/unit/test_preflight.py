@@ -220,7 +220,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_with_the_settings_that_do(
     first = len(content["model"]["vocab"]) + len(content["added_tokens"])
     content["model"]["vocab"] |= {f"word{number}": first + number for number in range(600)}
     large.write_text(json.dumps(content))
-    ids = Tokenizer.from_file(str(large)).get_vocab_size()
+    ids = first + 600
     with pytest.raises(
         DataError, match=rf"{large} has {ids} ids, data.vocab_size=512; set data.vocab_size={-(-ids // 128) * 128}"
     ):

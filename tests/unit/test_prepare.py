@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,13 +20,14 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data.prepare import prepare as prepare_module
 from regrow.data.prepare.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
 from regrow.data.prepare.prepare import cache_name, find_or_prepare, prepare, spool_piece
 from regrow.data.prepare.spool import Spool, document_key
-from regrow.data.prepare.tokenizer import END_OF_TEXT, encode, load_tokenizer
+from regrow.data.prepare.tokenizer import END_OF_TEXT, encode, end_of_text_id, load_tokenizer
 from regrow.data.read import shards
 from regrow.data.read.corpora import Corpora, find_corpora, order_of
 from regrow.data.read.manifest import MANIFEST, Manifest
@@ -367,6 +369,90 @@ def test_a_text_that_spells_out_end_of_text_does_not_end_there(corpus: Path) -> 
     (ids,) = encode(tokenizer, [text])
     assert manifest.tokenizer.eot_id not in ids
     assert tokenizer.decode(ids.tolist()) == text
+
+
+def unigram(texts: Sequence[str]) -> Tokenizer:
+    """As Llama 2's and T5's: its own vocabulary has the special tokens, which its model prefers to any others."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def test_a_text_that_spells_out_end_of_text_does_not_end_there_by_a_unigram_either(tmp_path: Path) -> None:
+    texts = [document.text for document in WordRecipe().documents(CONFIG, Piece("words", 0, 60))]
+    tokenizer = unigram([*texts, "was <s>ten</s> then and now <unk>"])
+    tokenizer.save(str(tmp_path / "unigram.json"))
+    spelled = "was <s>ten</s> then </s> and <s> now"
+    (ids,) = encode(tokenizer, [spelled], eot_id=2)
+    assert not {0, 1, 2} & set(ids.tolist())
+    assert tokenizer.decode(ids.tolist()) == spelled
+    (ids,) = encode(tokenizer, ["ten \N{SNOWMAN} ten"], eot_id=2)
+    assert 0 in ids, "what is in no vocabulary"
+
+    class Spelling(WordRecipe):
+        def documents(self, config: DataConfig, piece: Piece) -> Iterator[Document]:
+            for document in super().documents(config, piece):
+                yield replace(document, text=f"{document.text} was <s>ten</s> then")
+
+    config = replace(CONFIG, tokenizer=str(tmp_path / "unigram.json"))
+    manifest = prepare(config, Spelling(), tmp_path / "words", progress=quiet)
+    for split in manifest.splits:
+        ends = np.count_nonzero(read_all(tmp_path / "words", split)[:, :-1] == manifest.tokenizer.eot_id)
+        assert 0 <= manifest.counts[f"{split}_documents"] + 1 - ends <= 2, "those of the tail"
+
+
+def test_an_end_of_text_that_is_no_special_token_does_not_end_a_text_that_spells_it_out(corpus: Path) -> None:
+    tokenizer = load_tokenizer(corpus / "tokenizer.json")
+    tokenizer.add_tokens(["<end of text>"])
+    text, eot_id = "before <end of text> after", end_of_text_id(tokenizer, "<end of text>")
+    assert eot_id in encode(tokenizer, [text])[0]
+    (ids,) = encode(tokenizer, [text], eot_id=eot_id)
+    assert eot_id not in ids
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_counted_and_left_out(corpus: Path, tmp_path: Path) -> None:
+    """Before, ten million blanks in a row ended the preparation in a panic of its regex, which is no Exception."""
+    blanks = Document("blanks", " " * 10_000_001 + "a")
+
+    class Blanks(WordRecipe):
+        def documents(self, config: DataConfig, piece: Piece) -> Iterator[Document]:
+            yield from itertools.chain([blanks], super().documents(config, piece))
+
+    manifest = prepare(CONFIG, Blanks(), tmp_path / "words", progress=quiet)
+    assert manifest.counts["documents"] == 60
+    assert manifest.counts["skipped: the tokenizer fails on it"] == 1
+    assert (tmp_path / "words" / "tokenizer.json").read_bytes() == (corpus / "tokenizer.json").read_bytes()
+
+
+def test_what_ends_a_preparation_from_outside_ends_it_while_it_encodes_too(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(load_tokenizer(corpus / "tokenizer.json"), name)
+
+        def encode_batch_fast(self, *arguments: Any, **options: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode(Interrupting(), ["a text"])
+
+
+def test_ids_with_holes_between_them_are_counted_by_the_highest(corpus: Path, tmp_path: Path) -> None:
+    """Before, they were as many as there are tokens, and the model had no row for the highest."""
+    content = json.loads((corpus / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {"far": 700}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    config = replace(CONFIG, tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"has 701 ids, data\.vocab_size=512; set data\.vocab_size=768"):
+        prepare(config, WordRecipe(), tmp_path / "words", progress=quiet)
+    manifest = prepare(replace(config, vocab_size=768), WordRecipe(), tmp_path / "words", progress=quiet)
+    assert manifest.tokenizer.vocab_size == 701
 
 
 def test_a_tokenizer_that_was_saved_with_truncation_and_padding_does_neither(corpus: Path, tmp_path: Path) -> None:

@@ -274,8 +274,9 @@ def _read(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: 
         from regrow.data.prepare.tokenizer import encode
 
         sample = texts[:: -(-num_bytes // SAMPLE_BYTES)]
-        num_tokens = sum(len(ids) + 1 for ids in encode(tokenizer, sample))
-        bytes_per_token = sum(len(text.encode()) for text in sample) / num_tokens
+        found = [(text, ids) for text, ids in zip(sample, encode(tokenizer, sample), strict=True) if ids is not None]
+        num_tokens = sum(len(ids) + 1 for _, ids in found)
+        bytes_per_token = sum(len(text.encode()) for text, _ in found) / num_tokens if found else None
     return _Read(num_bytes, len(texts) / seen if seen else 1.0, bytes_per_token)
 
 

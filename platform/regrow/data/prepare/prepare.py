@@ -42,7 +42,7 @@ from regrow.data.prepare.documents import (
 )
 from regrow.data.prepare.files import SourceFiles, absolute
 from regrow.data.prepare.spool import Spool, Spooled
-from regrow.data.prepare.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
+from regrow.data.prepare.tokenizer import end_of_text_id, num_ids, parse_tokenizer, train_tokenizer
 from regrow.data.read.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
 from regrow.errors import DataError, UnseenError, first_line
 from regrow.plan.order import ORDER_VERSION, derive_keys, permute
@@ -294,7 +294,7 @@ def _build(plan: Plan) -> Manifest:
         num_tokens=sum(layout.num_tokens),
         counts=_counts(layout, spooled),
         damaged={_span(piece): s.damaged for piece, s in zip(plan.pieces, spooled, strict=True) if s.damaged},
-        tokenizer=Tokenizer(TOKENIZER_FILE, sha256, tokenizer.get_vocab_size(), eot_id),
+        tokenizer=Tokenizer(TOKENIZER_FILE, sha256, num_ids(tokenizer), eot_id),
         splits={
             name: Split(layout.num_rows(split), tuple(shards[split, k] for k in range(layout.num_shards(split))))
             for split, name in enumerate(SPLITS)
@@ -329,11 +329,11 @@ def _make_tokenizer(plan: Plan) -> tuple["BPE", str]:
 
 def check_tokenizer(tokenizer: "BPE", config: DataConfig) -> None:
     """Raises DataError for one with more ids than `data.vocab_size`, or without an end-of-text token."""
-    if tokenizer.get_vocab_size() > config.vocab_size:
+    found = num_ids(tokenizer)
+    if found > config.vocab_size:
         raise DataError(
-            f"the tokenizer {config.tokenizer} has {tokenizer.get_vocab_size()} ids, data.vocab_size="
-            f"{config.vocab_size}; set data.vocab_size={-(-tokenizer.get_vocab_size() // 128) * 128} and "
-            "model.vocab_size to at least that"
+            f"the tokenizer {config.tokenizer} has {found} ids, data.vocab_size={config.vocab_size}; set "
+            f"data.vocab_size={-(-found // 128) * 128} and model.vocab_size to at least that"
         )
     end_of_text_id(tokenizer, config.end_of_text)
 

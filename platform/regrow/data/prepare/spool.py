@@ -33,6 +33,7 @@ _Entry = tuple[bytes, str, Tokens]  # of a document: key, id, tokens without end
 
 ENCODE_CHARS = 500_000  # text encoded at a time
 KEY_BYTES = 16
+UNENCODED = "the tokenizer fails on it"  # why a document is left out
 _RECORD = re.compile(r"\d{6,}\.json")
 _SCHEMA = pa.schema([("key", pa.binary(KEY_BYTES)), ("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
 
@@ -139,8 +140,12 @@ def tokenized(
 ) -> Iterator[tuple[Document, bytes, int, Tokens]]:
     """A piece's documents: each with its text's hash, split and tokens without end-of-text. Others are counted."""
     limit = int(config.validation_fraction * 2**64)
+    eot_id = end_of_text_id(tokenizer, config.end_of_text)
     for batch in _batches(recipe.documents(config, piece), skipped):
-        for document, ids in zip(batch, encode(tokenizer, [d.text for d in batch]), strict=True):
+        for document, ids in zip(batch, encode(tokenizer, [d.text for d in batch], eot_id=eot_id), strict=True):
+            if ids is None:
+                skipped[UNENCODED] += 1
+                continue
             content = content_hash(document.text)
             yield document, content, int(int.from_bytes(content[:8], "big") < limit), ids  # 0: train, 1: validation
 
