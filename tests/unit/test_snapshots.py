@@ -420,6 +420,35 @@ def test_a_place_that_comes_after_the_next_one_is_not_taken(tmp_path: Path) -> N
         assert reports[2].peers == ("node-1",)
 
 
+def test_a_keeper_that_asks_what_is_committed_while_memory_is_full_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread ended, and nothing of the node was copied in that generation any more, without a word."""
+    write, full = Committed.write, [True]
+
+    def written(state: Committed, folder: Path) -> None:
+        if full[0] and folder.name == "n0":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(state, folder)
+
+    monkeypatch.setattr(node, "UNHEARD_S", 0.05)
+    with cluster(tmp_path, 2) as nodes:
+        complaints, keeper = list[str](), nodes[0].keeper
+        keeper.complain = lambda text, peer, tried_s: complaints.append(text)
+        entries = entries_of(0, 1)
+        writer = Snapshots(keeper.folder, entries, coordinates=ALONE, run_id=RUN, generation=1)
+        step_to(1, [writer], [entries])
+        wait_until(lambda: nodes[0].reports)
+        monkeypatch.setattr(Committed, "write", written)
+        nodes[1].keeper.committed(Committed(newest=Version(1, 1), number=7))  # which its peer has not heard
+        wait_until(lambda: complaints)
+        assert complaints[0] == "node node-0 asks in vain what is committed: [Errno 28] No space left on device"
+        full[0] = False
+        wait_until(lambda: writer.is_committed(1))
+        step_to(2, [writer], [entries])
+        wait_until(lambda: nodes[0].reports[-1].version == Version(1, 2))
+
+
 def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 9, 2)

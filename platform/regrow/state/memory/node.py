@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,11 +187,17 @@ class KeeperNode:
 
     def _listen(self) -> None:
         while (notice := _received(self._notices)) is not None:
-            try:
+            with self._going_on("is told of a snapshot in vain"):
                 self._heed(notice)
-            except Exception as error:  # of one notice, as where memory is full; the keeper goes on listening
-                self._failed = True
-                self.complain(f"node {self.node[:12]} is told of a snapshot in vain: {first_line(error)}", "", 0.0)
+
+    @contextlib.contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """Whatever fails of this, as where memory is full: it is said, and the thread goes on."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            self.complain(f"node {self.node[:12]} {what}: {first_line(error)}", "", 0.0)
 
     def _heed(self, notice: bytes) -> None:
         if not notice:
@@ -206,13 +212,9 @@ class KeeperNode:
     def _look_again(self) -> None:
         """Take up what is sealed, not ready and not committed, as if it had been sealed just now."""
         self._failed = False
-        newest = Committed.read(self.folder).newest
-        for path in self.folder.glob(f"*{SLOT}"):
-            with contextlib.suppress(CheckpointError):
-                header = open_slot(path)
-                version = Version(header.generation, header.step) if header is not None else NEVER
-                if version > newest and path.name not in self._ready.get(version, ()):
-                    self._put(path.name)
+        for name, version in _sealed(self.folder):
+            if name not in self._ready.get(version, ()):
+                self._put(name)
 
     def _put(self, name: str | None) -> None:
         with self._lock:
@@ -244,7 +246,8 @@ class KeeperNode:
             try:
                 name = work.get(timeout=UNHEARD_S)
             except queue.Empty:
-                self._ask_what_is_committed()
+                with self._going_on("asks in vain what is committed"):
+                    self._ask_what_is_committed()
                 continue
             if name is None:
                 break
@@ -256,11 +259,8 @@ class KeeperNode:
         slots.close()
 
     def _ask_what_is_committed(self) -> None:
-        """What was reported is not committed, as far as is known here: peers may hear a coordinator that this node does
-        not."""
-        with self._lock:
-            peers = self._peers if self._ready else ()
-        for peer in peers:
+        """Where something was reported and nothing of it is: peers may hear a coordinator that this node does not."""
+        for peer in self._peers if self._ready else ():
             with contextlib.suppress(CheckpointError):
                 state = _what_is_committed(peer, self.secret)
                 if state.number > self._heard.number:
@@ -318,6 +318,17 @@ class KeeperNode:
         elif request["op"] == "get":
             with reading(path) as file:  # the client has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
+
+
+def _sealed(folder: Path) -> Iterator[tuple[str, Version]]:
+    """The slots of a keeper's folder that hold what is not committed, as far as the folder tells, and of which step."""
+    newest = Committed.read(folder).newest
+    for path in folder.glob(f"*{SLOT}"):
+        header = None
+        with contextlib.suppress(CheckpointError):
+            header = open_slot(path)
+        if header is not None and (version := Version(header.generation, header.step)) > newest:
+            yield path.name, version
 
 
 def _received(notices: socket.socket) -> bytes | None:
