@@ -1,5 +1,6 @@
 """Snapshots and keepers, without Ray: from any layout to any other through memory alone, and never anything torn."""
 
+import contextlib
 import errno
 import itertools
 import os
@@ -447,6 +448,32 @@ def test_a_keeper_that_asks_what_is_committed_while_memory_is_full_goes_on(
         wait_until(lambda: writer.is_committed(1))
         step_to(2, [writer], [entries])
         wait_until(lambda: nodes[0].reports[-1].version == Version(1, 2))
+
+
+def test_a_sealed_slot_is_told_of_again_where_too_many_notices_wait_at_the_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven may by default, and all ranks of a node seal at once: what was told by the twelfth was lost."""
+    received, listens = node._received, threading.Event()
+
+    def received_then(notices: socket.socket) -> bytes | None:
+        listens.wait()
+        return received(notices)
+
+    monkeypatch.setattr(node, "_received", received_then)
+    with cluster(tmp_path, 1) as nodes, contextlib.ExitStack() as after:
+        after.callback(listens.set)
+        folder, entries = nodes[0].keeper.folder, entries_of(0, 1)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as others, contextlib.suppress(BlockingIOError):
+            others.setblocking(False)
+            while True:
+                others.sendto(b"another rank's.slot", str(folder / NOTICES))
+        writer = Snapshots(folder, entries, coordinates=ALONE, run_id=RUN, generation=1)
+        step_to(5, [writer], [entries])
+        assert writer.room() == 1
+        listens.set()
+        wait_until(lambda: writer.room() == 1 and nodes[0].reports)
+        assert [report.version for report in nodes[0].reports] == [Version(1, 5)]
 
 
 def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:

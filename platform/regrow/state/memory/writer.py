@@ -9,11 +9,11 @@ the step has no snapshot, or waits for one if it must. Where nothing is committe
 or is started again, ranks tell each other what their nodes hold: what all do is as good as committed.
 """
 
-import contextlib
 import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ from regrow.state.memory.slots import (
 
 POLL_S, COMMIT_POLL_S = 0.01, 0.003
 UNCOMMITTED_S = 5.0  # without a commit: ranks go by what all nodes hold
+TELL_S = 0.1  # for the keeper's socket to have room
 
 Submit = Callable[[Callable[[], None]], object]
 
@@ -104,7 +105,8 @@ class Snapshots:
             self._let_go(unlink=True)
             raise
         self._pending: _Pending | None = None
-        self._lock = threading.Lock()
+        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._untold: deque[str] = deque()  # notices for which the keeper's socket had no room
         self._begun, self._before, self._closed = NOTHING, NOTHING, False
         self._heard, self._heard_at = NOTHING, time.monotonic()  # the newest commit that the coordinator has told of
         self._held_by_all = NOTHING  # the newest step that took its place
@@ -246,7 +248,7 @@ class Snapshots:
 
     def _newest_committed(self) -> int:
         """Of this generation."""
-        newest = Committed.read(self.folder).newest
+        newest = self._committed().newest
         return newest.step if newest.generation == self.generation else NOTHING
 
     def _let_go(self, *, unlink: bool) -> None:
@@ -266,19 +268,34 @@ class Snapshots:
             self._pending = None
         self._tell(pending.slot.file.path.name)
 
-    def _tell(self, notice: str) -> None:
-        with (
-            contextlib.suppress(OSError),  # a keeper that restarts looks into the folder
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices,
-        ):
-            notices.setblocking(False)
-            notices.sendto(notice.encode(), str(self.folder / NOTICES))
+    def _tell(self, *notices: str) -> None:
+        """The keeper. What its socket has no room for, as many ranks of a node seal at once, it is told again at the
+        next look at what is committed."""
+        with self._telling:
+            self._untold.extend(notices)
+            while self._untold:
+                try:
+                    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
+                        keeper.settimeout(TELL_S if notices else 0.0)
+                        keeper.connect(str(self.folder / NOTICES))  # or nothing would tell when there is room
+                        keeper.send(self._untold[0].encode())
+                except (BlockingIOError, TimeoutError):
+                    return
+                except OSError:  # a keeper that restarts looks into the folder
+                    pass
+                self._untold.popleft()
+
+    def _committed(self) -> Committed:
+        """As the keeper knows, which is told what it was not told."""
+        if self._untold:
+            self._tell()
+        return Committed.read(self.folder)
 
     def _free_slot(self) -> _Slot | None:
         return None if self._pending is not None else min(self._free_slots(), key=lambda slot: slot.step, default=None)
 
     def _free_slots(self) -> list[_Slot]:
-        state = Committed.read(self.folder)
+        state = self._committed()
         kept = {moment.step for moment in (state.newest, *state.needed) if moment.generation == self.generation}
         newest = state.newest.step if state.newest.generation == self.generation else NOTHING
         return [slot for slot in self._slots if (slot.step <= newest and slot.step not in kept) or slot.step == NOTHING]
