@@ -54,7 +54,8 @@ def texts(count: int, words: int = 60) -> list[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
+    folder = tmp_path_factory.mktemp("hub") / "source0"  # a hub serves what it is in: nothing of other tests
+    folder.mkdir()
     for number in range(3):
         pq.write_table(
             pa.table({"text": texts(200 + number)[:200], "score": [float(n % 4) for n in range(200)]}),
