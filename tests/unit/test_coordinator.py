@@ -260,7 +260,7 @@ def test_what_keeps_a_coordinator_from_its_run_folder_is_one_line(
 
 
 def test_a_job_that_waits_for_the_lock_of_another_host_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its coordinator prints, nobody sees."""
+    """What its coordinator prints is shown nowhere."""
     Storage.at(tmp_path).write_bytes("writers/000001.json", json.dumps({"host": "elsewhere", "pid": 7}).encode())
     does_not_start(monkeypatch, ResumeError("in use"))
     said = list[str]()

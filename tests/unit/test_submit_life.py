@@ -417,7 +417,7 @@ def test_a_pod_that_a_dead_host_keeps_is_told_of_with_the_way_to_let_it_go(
     (line,) = status(2)
     assert "worker pod w4 on node n2, w5 on node n2, w6 on node n3 and 3 more: Terminating" in line
     assert "kubectl delete node n2 n3, or" in line
-    assert status(8) == []  # nobody waits for another
+    assert status(8) == []  # no worker waits for another
     cluster.has_pod("head", "head", node="n9", deletionTimestamp=ago(720))
     (line,) = status(8)
     assert "! head pod head on node n9: Terminating past the grace period, and KubeRay makes no other head" in line
