@@ -19,7 +19,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import ray
@@ -47,13 +46,10 @@ from regrow.runtime import driver, fleet, interrupts, log_writer, publisher, she
 from regrow.runtime.actor import Coordinator, start_coordinator
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
-from regrow.runtime.entry import train_fn
-from regrow.runtime.job import Job
 from regrow.runtime.keeper import KeeperInfo, KeeperSettings
 from regrow.runtime.log_writer import LogWriter
 from regrow.runtime.reporter import Reporter
 from regrow.runtime.run_folder import Run
-from regrow.runtime.trainer import build_trainer
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
@@ -62,6 +58,7 @@ from regrow.state.memory.slots import Committed
 from regrow.storage import LocalStorage, Storage, StorageUnreachable
 from support.actors import Handle
 from support.spans import content_of
+from support.trainers import trainer_of
 
 
 def make(folder: Path, **cluster: Any) -> Coordinator:
@@ -1127,22 +1124,7 @@ def test_what_ray_train_shows_of_a_jobs_settings_holds_no_secret(
     config = PretrainConfig(observe=ObserveConfig(tensorboard=False, metrics=False))
     made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
     assert made.secret() == secret  # workers ask for it
-    job = Job(
-        config=config,
-        topologies=check(config),
-        run_id="0123456789abcdef",
-        folder=str(tmp_path),
-        checkpoints=str(tmp_path / "checkpoints"),
-        compile_cache=None,
-        corpora=Corpora.at(tmp_path),
-        coordinator=made,
-        stream=None,
-        first_generation=1,
-        fit_at=0.0,
-        driver_s={},
-    )
-    with patch.dict(os.environ):
-        trainer = build_trainer(job, num_workers=2, train_fn=train_fn, storage=str(tmp_path), name="run")
+    trainer = trainer_of(tmp_path, Corpora.at(tmp_path), config, run_id="0123456789abcdef", coordinator=made)
     sanitize = RunSettings._sanitize_train_loop_config
     shown, beside = json.dumps(sanitize(trainer.train_loop_config)), json.dumps(sanitize({"beside": secret}))
     made.shell.close()

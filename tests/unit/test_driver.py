@@ -1,19 +1,16 @@
 """The driver and a coordinator that is busy, or gone: on a real Ray, the calls alone."""
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import ray
 from ray import cloudpickle
 
-from regrow.config.check import check
 from regrow.config.schema import ClusterConfig, DataConfig, OptimConfig, PretrainConfig, RunConfig
 from regrow.data.preflight import Outlook
 from regrow.data.read.corpora import Corpora
@@ -22,10 +19,8 @@ from regrow.errors import DataError, RegrowError
 from regrow.runtime import driver
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
-from regrow.runtime.entry import train_fn
-from regrow.runtime.job import Job
-from regrow.runtime.trainer import build_trainer
 from support.corpus import write_corpus, write_rows
+from support.trainers import trainer_of
 
 
 class Lines:
@@ -108,7 +103,7 @@ def test_what_ray_train_copies_to_each_worker_does_not_grow_with_the_corpus(tmp_
     Ray Train puts the train function into the object store once, and its context into a call to each worker.
     """
     write_rows(tmp_path, num_rows=24)
-    corpora, config = Corpora.at(tmp_path), PretrainConfig()
+    corpora = Corpora.at(tmp_path)
     (manifest,) = corpora.manifests
     shards = tuple(
         Shard(f"{k:05d}.parquet", 8192, 170_000_000 + k, f"{k:064x}", 12345, f"{2 * k:064x}", f"{3 * k:064x}")
@@ -116,21 +111,6 @@ def test_what_ray_train_copies_to_each_worker_does_not_grow_with_the_corpus(tmp_
     )
     splits = {"train": replace(manifest.splits["train"], shards=shards)}
     corpora.__dict__["manifests"] = (replace(manifest, splits=splits),)
-    job = Job(
-        config=config,
-        topologies=check(config),
-        run_id="run",
-        folder=str(tmp_path),
-        checkpoints=str(tmp_path / "checkpoints"),
-        compile_cache=None,
-        corpora=corpora,
-        coordinator=None,
-        stream=None,
-        first_generation=1,
-        fit_at=0.0,
-        driver_s={},
-    )
-    with patch.dict(os.environ):
-        trainer = build_trainer(job, num_workers=2, train_fn=train_fn, storage=str(tmp_path), name="run")
+    trainer = trainer_of(tmp_path, corpora, PretrainConfig(), run_id="run")
     assert len(cloudpickle.dumps(trainer.train_run_context)) < 500e3
     assert len(cloudpickle.dumps(trainer._get_train_func())) > 2e6
