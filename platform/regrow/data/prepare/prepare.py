@@ -81,9 +81,8 @@ class CallDied(Exception):
 
 
 Distribute = Callable[[Callable[[int], Any], Sequence[int]], Iterator[Any]]  # calls it on each; results in any order
-Fixed = dict[
-    str, Any
-]  # what fixes a corpus' content, JSON types only: settings, and the recipe's description of its source
+# what fixes a corpus' content, JSON types only: settings, and the recipe's description of its source
+Fixed = dict[str, Any]
 LOOKING, TRAINING = Task("looking at the source"), Task("training the tokenizer")
 TOKENIZING, WRITING = Task("tokenizing", "B"), Task("writing", "shards")
 
