@@ -362,6 +362,14 @@ def test_a_figure_that_is_given_stands_whatever_the_settings_say_and_others_are_
     assert inputs(*AT_16K, *settings, "simulate.figures.sdc_unnoticed_s=77")["sdc_unnoticed_s"] == 77.0
 
 
+def test_a_steps_time_and_rates_of_failures_that_are_given_stand_for_all_policies() -> None:
+    """The forecast's and those of simulate.faults replaced them."""
+    for name, value in (("step_s", 2.2), ("rate_gpu", 0.0), ("rate_planned", 0.25)):
+        for each in inputs_of(configured("+cluster=h100x64", f"+simulate.figures.{name}={value}")):
+            assert (each[name], each.figures[name].source) == (value, "given")
+    assert inputs("+cluster=h100x64", "+simulate.policy.in_place.figures.step_s=3")["step_s"] == 3.0
+
+
 def test_what_if_is_asked_of_what_runs_have_measured_and_of_the_range_of_what_is_assumed() -> None:
     asked = ("simulate.repair=3", "simulate.sdc=20")
     profile = Profile(runs=["runs/a"])

@@ -38,7 +38,7 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
     if not simulate.policy:
         raise ConfigError("simulate.policy is empty; choose some, as simulate/policy=[in_place,restart]")
     full = _forecast(config)
-    base = _figures(simulate.figures, "simulate.figures") | _faults(simulate) | {"step_s": _step(full)}
+    base = _faults(simulate) | {"step_s": _step(full)} | _figures(simulate.figures, "simulate.figures")
     found = []
     for name, policy in simulate.policy.items():
         figures = base | _figures(policy.figures, f"simulate.policy.{name}.figures")
