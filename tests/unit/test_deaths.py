@@ -1,8 +1,11 @@
 """A worker's death is told by its node's kernel, though nobody waits for it and nobody asks."""
 
+import errno
+import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +46,32 @@ def test_one_that_was_dead_before_it_was_seen_is_told_too(tmp_path: Path, told: 
         process.kill()
     (tmp_path / f"pulse-{process.pid}").touch()
     assert told.get(timeout=60) == process.pid
+
+
+@pytest.mark.parametrize("of", ["pidfd_open", "scandir"])
+def test_a_moment_without_a_free_descriptor_ends_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    real, refused = getattr(os, of), threading.Event()
+
+    def refuses_once(*given: object) -> object:
+        if threading.current_thread().name != "deaths" or refused.is_set():
+            return real(*given)
+        refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with subprocess.Popen(SLEEPS) as process:
+        (tmp_path / f"pulse-{process.pid}").touch()
+        monkeypatch.setattr(os, of, refuses_once)
+        found: queue.Queue[int] = queue.Queue()
+        deaths = Deaths(tmp_path, found.put)
+        try:
+            assert refused.wait(60)
+            process.kill()
+            assert found.get(timeout=60) == process.pid
+        finally:
+            process.kill()
+            deaths.close()
 
 
 def test_the_pid_of_one_that_died_may_be_that_of_another_one_which_dies_too(

@@ -1,6 +1,7 @@
 """The deaths of a node's workers, known from its kernel at once."""
 
 import contextlib
+import errno
 import os
 import selectors
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 0.5  # between looks for workers that are new
+NONE_FREE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # for a moment: of descriptors, or of what they take
 
 
 class Deaths:
@@ -28,14 +30,16 @@ class Deaths:
         known: set[int] = set()
         with selectors.DefaultSelector() as waiting:
             while not self._closed.is_set():
-                there = {int(path.name.partition("-")[2]) for path in self._folder.glob("pulse-*")}
+                there = self._with_a_pulse(known)
                 for pid in there - known:
                     try:
                         waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                     except ProcessLookupError:  # it died before it was seen
                         self._tell(pid)
-                    except OSError:  # a kernel without: others find out
-                        return
+                    except OSError as error:
+                        if error.errno not in NONE_FREE:  # a kernel without: others find out
+                            return
+                        there = there - {pid}
                 for key, _ in waiting.select(LOOK_S):
                     waiting.unregister(key.fileobj)
                     os.close(key.fd)
@@ -44,3 +48,12 @@ class Deaths:
             for key in list(waiting.get_map().values()):
                 with contextlib.suppress(OSError):
                     os.close(key.fd)
+
+    def _with_a_pulse(self, known: set[int]) -> set[int]:
+        """Pids; those that are known where the folder cannot be looked into now."""
+        try:
+            return {int(path.name.partition("-")[2]) for path in self._folder.glob("pulse-*")}
+        except OSError as error:
+            if error.errno not in NONE_FREE:
+                raise
+            return known
