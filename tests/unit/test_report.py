@@ -264,6 +264,36 @@ def test_a_run_that_ends_waits_for_its_last_checkpoint_until_that_is_in_storage_
         assert report["time_s"][state] == pytest.approx(7.5 - waited_s)
 
 
+@pytest.mark.parametrize(
+    ("written", "waited_s"),
+    [(event("checkpoint_failed", 3665, step=3650), 5.0), (event("checkpoint", 3662, step=3650), 2.0)],
+    ids=["given_up", "deleted_since"],
+)
+def test_a_last_checkpoint_begins_behind_steps_that_the_next_job_took_back(
+    written: dict[str, Any], waited_s: float
+) -> None:
+    """The hour that these had taken was `snapshot`, though the job had waited for seconds."""
+    steps_back = {"from_step": 3650, "to_step": 50, "steps": 3600, "seconds": 3600.0}
+    times = {"first_time": T0 + 60, "first_step_end": T0 + 61, "last_time": T0 + 3660}
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 4, 0, "start", init_s=10.0, restore_s=0.0),
+        event("checkpoint", 61, step=50),
+        written,
+        event("stopped", 3666, step=50, reason="failed"),
+        event("submitted", 3700, heard_at=T0 + 3660),
+        event("rollback", 3705, generation=2, **steps_back, **times),
+        generation(2, 3710, 4, 50, "resume", init_s=5.0, restore_s=1.0, recomputed_steps=3600),
+    ]
+    metrics = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 51)]
+    metrics += [make_row(50 + step, T0 + 3710 + step, 1.0, 2) for step in range(1, 101)]
+    report = build_report(metrics, events, now=T0 + 3810, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["snapshot"] == pytest.approx(waited_s)
+    assert report["time_s"]["recompute"] == pytest.approx(3600.0)
+    assert report["lost_s"]["resume"] >= 3600.0
+
+
 def test_a_job_that_ends_before_its_first_step_waited_for_no_last_checkpoint_of_an_earlier_jobs_step() -> None:
     """The time between the jobs was `snapshot`, and missing from what the first one's end had cost."""
     events = [

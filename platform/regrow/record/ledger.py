@@ -96,7 +96,7 @@ def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     claims["recompute"] += [(first, last) for first, last, _ in undone]
     claims["validation"] += [(e.time - positive(e.seconds), e.time) for e in of_kind(events, Validation)]
     claims["snapshot"] += [(e.time - positive(e.stall_s), e.time) for e in of_kind(events, Checkpoint)]
-    claims["snapshot"] += _last_checkpoints(events, ends)
+    claims["snapshot"] += _last_checkpoints(events, ends, undone)
     claims["step"] += list(zip(begins.tolist(), ends.tolist(), strict=True))
 
     edges, layers = _paint(claims, begin, end)
@@ -247,9 +247,12 @@ def _undone(events: Sequence[Event]) -> list[tuple[float, float, int]]:
     return found
 
 
-def _last_checkpoints(events: Sequence[Event], ends: Floats) -> list[tuple[float, float]]:
+def _last_checkpoints(
+    events: Sequence[Event], ends: Floats, undone: Sequence[tuple[float, float, int]]
+) -> list[tuple[float, float]]:
     """Where a job ends: from its last step to when that was in storage, or was given up for the last time."""
     found, tried, first = [], list[float](), 0
+    ends = np.sort(np.concatenate([ends, [last for _, last, _ in undone]]))  # of steps that were taken back, too
     for event in events:
         if isinstance(event, Submitted):
             tried.clear()
