@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import mmap
 import subprocess
 import sys
 import time
@@ -22,13 +23,16 @@ from regrow.drill.inject import FILLER, Injector, NotNow, damage, free_bytes
 from regrow.drill.inject_apart import InjectorApart
 from regrow.drill.processes import is_alive, wait_until_gone
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import ITEM_BYTES, Box
+from regrow.plan.mesh import ALONE
+from regrow.state.checksums import CHUNK_BYTES, num_chunks
 from regrow.state.memory.held import open_snapshot
 from regrow.state.memory.holders import Holders
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import Committed
+from regrow.state.memory.slots import SLOT, Committed, SlotFile, empty_header
 from regrow.train.flips import BitFlipper
 from regrow.train.orders import ACTIVATIONS, GRADIENTS, HANG, WEIGHTS, Order, hangs_since
-from support.keepers import SECRET, assert_state, cluster, entries_of, holders, snapshot
+from support.keepers import RUN, SECRET, assert_state, cluster, entries_of, holders, snapshot
 
 Notes = list[tuple[int, str, dict[str, Any]]]
 
@@ -217,7 +221,7 @@ def test_a_worker_that_is_stopped_stays_so_while_snapshots_are_damaged(
     injector: Injector, workers: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inject, "SETTLE_S", 0.0)
-    monkeypatch.setattr(inject, "damage", lambda folder: ["a"])
+    monkeypatch.setattr(inject, "damage", lambda folder: {"files": ["a"]})
     injector.nodes.memory_of = lambda node: [tmp_path]  # type: ignore[method-assign]
     do(injector, "stop_worker rank=2", workers, number=0)
     until(injector, lambda: state_of(workers[2]["pid"]) == "T")
@@ -253,11 +257,14 @@ def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_othe
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 5, 2)
         first = nodes[0].keeper
-        assert damage(first.folder) == [], "nothing is committed yet"
+        assert damage(first.folder) is None, "nothing is committed yet"
         first.committed(Committed(newest=Version(1, 5)))
         damaged = damage(first.folder)
-        assert len(damaged) == 2  # its own, and its copy of the other node's
-        for name in damaged:
+        assert damaged is not None
+        assert damaged["step"] == 5
+        assert sorted(damaged["ranks"]) == [0, 1]  # its own, and its copy of the other node's
+        assert damaged["axes"]["dp_shard"] == 2
+        for name in damaged["files"]:
             found = open_snapshot(first.folder / name)
             assert found is not None
             with pytest.raises(CheckpointError, match="fails its checksums"):
@@ -275,6 +282,29 @@ def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_othe
             assert_state(entries, 5)
             assert restored.problems
             assert restored.own_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_damage_that_is_taken_as_good_changes_numbers_by_far_in_whatever_is_read(tmp_path: Path, dtype: str) -> None:
+    """One exponent in each piece that has a checksum of its own: weights become 16 times or a 16th of themselves."""
+    box, of_type = Box.whole("model/w", (5000, 9), dtype), getattr(torch, dtype)
+    values = (0.02 * torch.randn(box.num_elements, generator=torch.Generator().manual_seed(7))).to(of_type)
+    header = empty_header([box], ALONE, run_id=RUN, generation=1, writers=1)
+    path = tmp_path / f"a{SLOT}"
+    path.write_bytes(bytes(header.offsets[-1]))
+    with open(path, "r+b") as file:
+        slot = SlotFile(path, header, mmap.mmap(file.fileno(), 0))
+    slot.memory()[0].copy_(values)
+    slot.seal(3, {"step": 3})
+    Committed(newest=Version(1, 3)).write(tmp_path)
+    assert damage(tmp_path) == {"step": 3, "files": [path.name], "ranks": [0], "axes": ALONE.mesh.sizes}
+    data = bytearray(path.read_bytes()[header.offsets[0] : header.offsets[0] + box.num_bytes])
+    damaged = torch.frombuffer(data, dtype=of_type)
+    changed = (damaged != values).nonzero().flatten()
+    in_chunk = Counter((changed * ITEM_BYTES[dtype] // CHUNK_BYTES).tolist())
+    assert in_chunk == dict.fromkeys(range(num_chunks(box.num_bytes)), 1)
+    factors = (damaged[changed].double() / values[changed].double()).tolist()
+    assert set(factors) <= {16.0, 1 / 16}
 
 
 def test_a_rank_with_earlier_stages_of_a_pipeline_flips_bits_of_what_its_last_one_gives_out() -> None:

@@ -401,3 +401,81 @@ def test_a_keeper_that_stands_while_the_other_node_is_lost_is_both_copies_at_onc
     for faults, is_wrong in (((stopped, killed), False), ((killed,), True)):
         changed = lost(adding("records", *faults)(given))
         assert any("costs at most" in verdict.claim for verdict in broken(judge(changed))) == is_wrong
+
+
+def damaged(rank: int, *others: Row) -> Evidence:
+    """What rank 0's node holds of step 19 is damaged, its own part and a copy of rank 2's, and rank 1 killed; two are
+    left and go on from step 19, the one on that node as this rank."""
+    given = evidence()
+    fault = next(each for each in given.records if each["record"] == "fault")
+    axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 3, "cp": 1, "tp": 1}
+    files = ["g000001-a-1.slot", "g000001-c-1.slot.node3.copy"]
+    snapshot = {"what": "snapshot", "node": "node1", "step": 19, "files": files, "ranks": [0, 2], "axes": axes}
+    fault |= {"kind": "corrupt_snapshot", "what": "corrupt_snapshot rank=0", "victims": [snapshot, *fault["victims"]]}
+    forming = {"event": "forming", "generation": 2, "time": BORN + 22, "members": workers(101, 103)}
+    places = workers(*((101, 103) if rank == 0 else (103, 101)))
+    group = {"start_step": 19, "axes": axes | {"dp_shard": 2}, "workers": places}
+    given = adding("events", forming)(events_with("generation", 1, **group)(given))
+    given = replace(given, records=[*given.records, *others])
+    return replace(given, events=sorted(given.events, key=lambda each: each["time"]))
+
+
+def refusal(name: str, **more: Any) -> Row:
+    detail = f"node1/{name}: model/w fails its checksum"
+    return {"event": "snapshot_damaged", "time": BORN + 23, "step": 19, "detail": detail} | more
+
+
+def of_damage(given: Evidence) -> Verdict:
+    (verdict,) = [each for each in judge(given) if "damaged in memory" in each.claim]
+    return verdict
+
+
+@pytest.mark.parametrize("name", ["g000001-a-1.slot", "g000001-c-1.slot.node3.copy"])
+def test_damage_that_is_needed_and_refused_is_a_promise_kept(name: str) -> None:
+    verdict = of_damage(adding("events", refusal(name))(damaged(0)))
+    assert (verdict.holds, verdict.figures) == (True, "1 of 1 refused, 0 not come upon")
+    assert broken(judge(evidence())) == []
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [refusal("g000001-a-1.slot", time=BORN + 20)],  # of damage before
+        [refusal("g000001-a-1.slot", step=18)],
+        [refusal("g000001-b-1.slot")],
+        [refusal("a", detail="node1/g000001-a-1.slot: its keeper is gone")],
+    ],
+)
+def test_damage_that_is_needed_and_taken_as_good_is_a_promise_broken(events: list[Row]) -> None:
+    verdict = of_damage(adding("events", *events)(damaged(0)))
+    assert (verdict.holds, verdict.details) == (False, ("fault 0: no rank said so",))
+
+
+STOPPED = {"record": "fault", "number": 1, "kind": "stop_keeper", "what": "stop_keeper", "time": BORN + 15, "step": 9}
+STOPPED |= {"world_size": 3, "victims": [{"what": "keeper", "pid": 7, "node": "node1"}]}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        events_with("generation", 1, start_step=20)(damaged(0)),  # a newer one was committed all the same
+        events_with("generation", 1, source="checkpoint")(damaged(0)),  # what that costs, another rule judges
+        events_with("generation", 1, workers=workers(103, 104))(damaged(0)),  # that node is not in the group
+        events_with("generation", 1, axes={"pp": 2, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1})(damaged(0)),
+        damaged(0, STOPPED),  # what its keeper holds may not be known
+        events_with("forming", 1, time=BORN + 20)(damaged(0)),  # it had read all before
+    ],
+)
+def test_damage_that_no_rank_has_to_come_upon_is_not_judged(given: Evidence) -> None:
+    verdict = of_damage(given)
+    assert (verdict.holds, verdict.figures) == (None, "0 of 0 refused, 1 not come upon")
+
+
+def test_damage_is_needed_by_a_rank_whose_share_it_has_a_part_of() -> None:
+    """Of three thirds the last, by the second of two ranks, and by the first alone not."""
+    for rank, ranks, holds in ((0, [0], False), (0, [1], False), (0, [2], None), (1, [0], None), (1, [1], False)):
+        given = damaged(rank)
+        fault = next(each for each in given.records if each["record"] == "fault")
+        fault["victims"][0]["ranks"] = ranks
+        assert of_damage(given).holds is holds, (rank, ranks)

@@ -1,4 +1,4 @@
-"""What should have been noticed of faults that kill nothing: what hangs, is slow, or computes wrong. Pure, from logs.
+"""What should have been noticed of faults: what hangs, is slow, or computes wrong, what is damaged. Pure, from logs.
 
 A hang is to be found within `BEYOND_S` of what is usual for its phase, times `FACTOR`; a slow rank or link while it is
 slow; a wrong unit within a verification and the two more that confirm it.
@@ -6,6 +6,7 @@ slow; a wrong unit within a verification and the two more that confirm it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from regrow.drill.faults import DEAD_MOUNT, FLIP_WEIGHTS, HANGS, SLOW_LINK, SLOW_RANK, WRONG_UNITS
@@ -22,6 +23,7 @@ LEAST_LINK_S = 90.0  # that a link is slow: collectives are compared with those 
 BEFORE_S = 30.0  # that a group of the same size trained before it, therefore
 AGAIN = 4  # steps from a verification in which a unit is odd to the event that confirms it
 REPLICAS_STEPS = 5  # until snapshots that differ are reported
+BESIDE_S = 60.0  # that a keeper may be away after a fault of its own, and damage beside it not be come upon
 SOUGHT = {*HANGS, *WRONG_UNITS, SLOW_RANK, SLOW_LINK, DEAD_MOUNT, FLIP_WEIGHTS}
 
 
@@ -154,6 +156,58 @@ def _wrong(fault: Row, events: Sequence[Row], verify_every: int) -> Finding:
             seconds = event["time"] - fault["time"]
             return Finding(number, what, steps <= limit, event.get("detail", ""), seconds, limit, steps)
     return Finding(number, what, False, "no corruption was found", None, limit)
+
+
+def refused(fault: Row, faults: Sequence[Row], events: Sequence[Row]) -> bool | None:
+    """Whether what a fault damaged in memory was refused by a rank that came upon it; None: none had to, as far as logs
+    tell.
+
+    The next group has to where it begins from that very step, out of memory, and a rank of it on that node wants what
+    is damaged there: each reads its own node's memory first.
+    """
+    damage = fault["victims"][0]
+    node, step = damage["node"], damage.get("step")
+    names = [f"{node[:12]}/{file}: " for file in damage["files"]]
+    for event in events:
+        is_about = event["event"] in ("snapshot_damaged", "snapshot_unreadable") and event["time"] >= fault["time"]
+        is_about = is_about and event["step"] == step and "checksum" in event["detail"]
+        if is_about and any(name in event["detail"] for name in names):
+            return True
+    forming = {each["generation"]: each["time"] for each in events if each["event"] == "forming"}
+    later = [
+        each
+        for each in events
+        if each["event"] == "generation" and forming.get(each["generation"], each["time"]) > fault["time"]
+    ]
+    if not later or later[0].get("start_step") != step or later[0].get("source") != "snapshot":
+        return None
+    is_wanted = _is_wanted(damage, later[0]) and not _is_keeper_away(node, fault, faults, later[0]["time"])
+    return False if is_wanted else None
+
+
+def _is_wanted(damage: Row, group: Row) -> bool:
+    """Whether ranks of a group need elements of what is damaged on their node: of tensors that are sharded alone, each
+    rank has its share of all."""
+    axes = (damage["axes"], group.get("axes") or {})
+    if any(each.get(axis, 1) > 1 for each in axes for axis in ("pp", "dp_replicate", "tp")):
+        return False
+    before, now = (prod(each.values()) for each in axes)
+    here = [rank for rank, worker in enumerate(group["workers"]) if worker["node"] == damage["node"]]
+    return any(
+        theirs * now < (mine + 1) * before and mine * before < (theirs + 1) * now
+        for mine in here
+        for theirs in damage["ranks"]
+    )
+
+
+def _is_keeper_away(node: str, fault: Row, faults: Sequence[Row], until: float) -> bool:
+    """Whether another fault befell a node's keeper, or all of the node: what it holds may be unknown for a while."""
+    return any(
+        victim["what"] in ("keeper", "node") and victim.get("node") == node
+        for other in faults
+        if other["number"] != fault["number"] and fault["time"] - BESIDE_S < other["time"] < until
+        for victim in other["victims"]
+    )
 
 
 def _workers(fault: Row) -> list[tuple[str, int]]:

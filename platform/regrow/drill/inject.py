@@ -17,14 +17,17 @@ from regrow.drill.nodes import Nodes
 from regrow.drill.overlap import Overlapping, Stopped
 from regrow.drill.processes import is_alive, send
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import ITEM_BYTES
+from regrow.state.checksums import CHUNK_BYTES
 from regrow.state.memory.held import COPY
-from regrow.state.memory.slots import SLOT, Committed, open_slot
+from regrow.state.memory.slots import SLOT, Committed, SlotHeader, open_slot
 
 MOST_FILLED = 4 << 30  # bytes
 SETTLE_S = 0.5  # for keepers to commit what was sealed before everything was stopped
 ZOMBIE_S = 5.0  # after a process or a node is continued: is it still there?
 FILLER = "drill-filler"
 NO_PID = (1 << 22) + 1  # beyond the largest pid
+EXPONENT_BIT = 0x02  # of the last byte of a float32 or a bfloat16, little-endian: the number times or by 16
 
 Victim = dict[str, Any]  # {"what": "worker", "rank": 1, "pid": 123, "node": "..."}
 Note = Callable[..., None]  # of a fault by its number: what came of it, and fields
@@ -351,13 +354,13 @@ def corrupt_snapshot(injector: Injector, scene: Scene) -> list[Victim]:
     injector.stopped.hold(scene.number, pids)  # nothing newer is to be committed
     try:
         time.sleep(SETTLE_S)
-        damaged = [name for folder in injector.nodes.memory_of(node) for name in damage(folder)]
+        damaged = [each for folder in injector.nodes.memory_of(node) if (each := damage(folder))]
         if not damaged:
             raise NotNow("no snapshot is committed on that node")
         send(signal.SIGKILL, [injector.pid_of(killed)])
     finally:
         injector.stopped.let_go(scene.number, pids)
-    return [{"what": "snapshot", "node": node, "files": damaged}, killed]
+    return [*({"what": "snapshot", "node": node} | each for each in damaged), killed]
 
 
 def free_bytes(folder: str | Path) -> int:
@@ -380,9 +383,13 @@ def _fill(path: Path, scene: Scene) -> None:
             file.truncate(size)
 
 
-def damage(folder: Path) -> list[str]:
-    """Flip a bit in every snapshot of the newest committed step in a keeper's folder; which files."""
-    newest, damaged = Committed.read(folder).newest, []
+def damage(folder: Path) -> Victim | None:
+    """Flip bits in every snapshot of the newest committed step in a keeper's folder: of one exponent in each piece that
+    has a checksum of its own, so that whatever is read is damaged, and tells in the loss where it is taken as good.
+
+    The step, the files, the ranks that wrote them and their mesh; None where the folder has none.
+    """
+    newest, damaged = Committed.read(folder).newest, dict[str, SlotHeader]()
     for path in sorted(folder.glob(f"*{SLOT}*")):
         try:
             header = open_slot(path) if path.name.endswith((SLOT, COPY)) else None
@@ -390,10 +397,16 @@ def damage(folder: Path) -> list[str]:
             continue
         if header is None or Version(header.generation, header.step) != newest:
             continue
-        longest, offset = max(zip(header.boxes, header.offsets, strict=False), key=lambda each: each[0].num_bytes)
         with open(path, "r+b") as file:
-            at = offset + longest.num_bytes // 2
-            (byte,) = os.pread(file.fileno(), 1, at)
-            os.pwrite(file.fileno(), bytes([byte ^ 0x10]), at)
-        damaged.append(path.name)
-    return damaged
+            for box, offset in zip(header.boxes, header.offsets, strict=False):
+                for begin in range(0, box.num_bytes, CHUNK_BYTES):
+                    num_items = min(CHUNK_BYTES, box.num_bytes - begin) // ITEM_BYTES[box.dtype]
+                    at = offset + begin + (num_items // 2 + 1) * ITEM_BYTES[box.dtype] - 1  # the last byte of one
+                    (byte,) = os.pread(file.fileno(), 1, at)
+                    os.pwrite(file.fileno(), bytes([byte ^ EXPONENT_BIT]), at)
+        damaged[path.name] = header
+    if not damaged:
+        return None
+    places = [header.coordinates for header in damaged.values()]
+    ranks, axes = [place.rank for place in places], places[0].mesh.sizes
+    return {"step": newest.step, "files": list(damaged), "ranks": ranks, "axes": axes}

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from regrow.drill.faults import DEAD_MOUNT, KINDS, LOOK
-from regrow.drill.findings import AGAIN, Finding, find, sought
+from regrow.drill.findings import AGAIN, Finding, find, refused, sought
 
 Row = dict[str, Any]
 
@@ -113,6 +113,8 @@ def judge(evidence: Evidence) -> list[Verdict]:
     ]
     if any(sought(fault["kind"], fault["what"]) for fault in _named(evidence.records, "fault")):
         rules.append(_all_is_found)
+    if any(fault["kind"] == "corrupt_snapshot" for fault in _named(evidence.records, "fault")):
+        rules.append(_damage_is_refused)
     return [rule(evidence) for rule in rules]
 
 
@@ -438,6 +440,20 @@ def _all_is_found(evidence: Evidence) -> Verdict:
     figures = f"{sum(each.found is True for each in found)} of {len(found)} found, {unseen} not to be seen"
     figures += f"; {accused} said to hang or to be wrong; {slow} said to be slow that no fault had befallen"
     return _verdict("", claim, wrong, figures, seen=len(found))
+
+
+def _damage_is_refused(evidence: Evidence) -> Verdict:
+    claim = "what is damaged in memory is refused by those that come upon it"
+    faults = _named(evidence.records, "fault")
+    found = {
+        fault["number"]: refused(fault, faults, evidence.events)
+        for fault in faults
+        if fault["kind"] == "corrupt_snapshot"
+    }
+    wrong = [f"fault {number}: no rank said so" for number, was_refused in found.items() if was_refused is False]
+    needed = [was_refused for was_refused in found.values() if was_refused is not None]
+    figures = f"{sum(needed)} of {len(needed)} refused, {len(found) - len(needed)} not come upon"
+    return _verdict("", claim, wrong, figures) if needed else Verdict("", claim, None, figures)
 
 
 def _late(found: Finding) -> str:
