@@ -1282,6 +1282,12 @@ def test_what_is_in_memory_of_a_state_that_went_wrong_counts_for_no_coordinator_
     assert again.control.newest_snapshot is None
     again.form(one(0, "a"), one(1, "b"))
     again.begin("ab", step=10)
+    later = [*events, *log_of(again, submitted=False)]
+    for generation, step in ((1, 10), (2, 11)):  # the first is of the step from which the other group began
+        third = Told(Past.of(later, generation=2, logged=10, stored=[10], restarted=is_restarted))
+        version = Version(generation, step)
+        third(e.KeepersFound(tuple((node, version, [Shard(version, node, 2, step)]) for node in "ab"), 2))
+        assert third.control.newest_snapshot == (version if generation == 2 else None)
     again.seal(Version(2, 11), again.peers)
     assert again.control.newest_snapshot == Version(2, 11)
 

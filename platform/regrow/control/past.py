@@ -43,7 +43,7 @@ class Past:
     drained: frozenset[str] = frozenset()  # nodes, for maintenance
     limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
     began: tuple[Version, ...] = ()  # newest first, groups that trained, by the step from which each did; see `_began`
-    discarded: int = NOTHING  # the newest group, where its state went wrong in memory, too, and none has begun since
+    discarded: int = NOTHING  # the newest group whose state went wrong in memory, too: nothing up to it counts
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
@@ -186,9 +186,8 @@ def _verified(events: Sequence[Row]) -> int | None:
 
 
 def _discarded(events: Sequence[Row]) -> int:
+    """Whatever has begun since: that may have begun from the very step that keepers still hold of it."""
     for event in reversed(events):
-        if event["event"] == "generation":
-            break
         if event["event"] == "failure" and event.get("cause") == Cause.nonfinite:
             return int(event.get("generation") or 0)  # an older log may not say
     return NOTHING
