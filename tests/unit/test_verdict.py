@@ -403,6 +403,19 @@ def test_a_keeper_that_stands_while_the_other_node_is_lost_is_both_copies_at_onc
         assert any("costs at most" in verdict.claim for verdict in broken(judge(changed))) == is_wrong
 
 
+def test_a_raylet_that_comes_back_as_another_node_is_one_that_held_copies_and_not_two() -> None:
+    """Its steps come from the other copy: more than one is too many, as for a node that dies."""
+    given = evidence()
+    fault = next(each for each in given.records if each["record"] == "fault")
+    node, new = ({"what": what, "node": name} for what, name in (("node", "node2"), ("new node", "node9")))
+    for kind, victims in (("restart_raylet", [node, *fault["victims"], new]), ("kill_node", [node, *fault["victims"]])):
+        restarted = fault | {"kind": kind, "what": f"{kind} rank=1", "victims": victims}
+        changed = replace(given, records=[restarted if each is fault else each for each in given.records])
+        for steps, is_wrong in ((1, False), (2, True), (19, True)):
+            found = broken(judge(events_with("generation", 1, recomputed_steps=steps, source="checkpoint")(changed)))
+            assert any("costs at most" in verdict.claim for verdict in found) == is_wrong, (kind, steps)
+
+
 def damaged(rank: int, *others: Row) -> Evidence:
     """What rank 0's node holds of step 19 is damaged, its own part and a copy of rank 2's, and rank 1 killed; two are
     left and go on from step 19, the one on that node as this rank."""

@@ -482,8 +482,8 @@ def _processes(fault: Row) -> list[tuple[str, int]]:
 def _holders_lost(faults: Sequence[Row]) -> int:
     """How many nodes held nothing for others when a group ended: those that went, and those whose keepers stood."""
     gone = [fault for fault in faults if KINDS[fault["kind"]].nodes < 0]
-    kept = [fault for fault in faults if fault["kind"] in HOLD_NOTHING]
-    return len(gone) + len({victim["node"] for fault in kept for victim in fault["victims"] if "node" in victim})
+    kept = [victim for fault in faults if fault["kind"] in HOLD_NOTHING for victim in fault["victims"]]
+    return len(gone) + len({victim["node"] for victim in kept if "node" in victim and victim["what"] != "new node"})
 
 
 def _nodes_taken(fault: Row) -> list[str]:
