@@ -18,8 +18,18 @@ from regrow.errors import ConfigError
 from regrow.forecast.estimate import forecasts, gpu_of, network_of
 from regrow.forecast.settle import settled
 from regrow.plan.batch import plan_batch
-from regrow.simulate.estimate import IDLE, PARTS, Estimate, estimate, estimate_given, passes_of, speeds
-from regrow.simulate.faults import DAY, Fault
+from regrow.simulate.estimate import (
+    IDLE,
+    PARTS,
+    Estimate,
+    Estimating,
+    estimate,
+    estimate_given,
+    events_of,
+    passes_of,
+    speeds,
+)
+from regrow.simulate.faults import DAY, Fault, draw
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy, mixed, rate_of
 from regrow.simulate.profile import Profile
 from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
@@ -133,6 +143,25 @@ def test_every_second_of_every_policy_is_in_one_state(faults: str, days: int) ->
         assert np.allclose(total(result), result.wall_s, rtol=1e-6)
         for each in (result.useful_s, *result.idle.values(), *(result.lost[part].sum(0) for part in PARTS)):
             assert (each >= -1e-6 * result.wall_s).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replicas"),
+    [
+        (("+cluster=h200x8", "simulate.faults.per_node_day=0.5", "simulate.figures.share_slow=0.25"), 64),
+        (("+cluster=h100x64", "simulate.faults.per_node_day=100", "simulate.days=2"), 32),
+    ],
+)
+def test_nodes_that_are_up_are_never_fewer_than_none(arguments: tuple[str, ...], replicas: int) -> None:
+    """Slow ones that are left were taken from those that are away: an index below 0, then past the table."""
+    for each in inputs_of(configured(*arguments)):
+        draws = draw(each, replicas, 0)
+        run = Estimating(each, replicas, len(draws.at) + len(draws.slow_at))
+        for event in events_of(each, draws, 0):
+            run.step(*event)
+            assert run.healthy.min() >= 0
+            assert run.healthy.max() <= run.members
+            assert (run.speed[run.healthy == 0] == 0).all()
 
 
 def test_without_failures_all_time_is_useful_but_for_snapshots_stalls() -> None:

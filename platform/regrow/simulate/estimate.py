@@ -360,13 +360,14 @@ class Estimating:
         """Which nodes are up, slow and out, after an event; whether it hits the group."""
         columns = self.columns
         first = np.floor(where * self.members)  # of the nodes that it is of: the group's, those that wait, those away
-        hit = fault & (first < np.minimum(self.used, self.healthy))
+        in_group = first < np.minimum(self.used, self.healthy)
+        hit = fault & in_group
         held = self.holds[ref, columns]
-        begins = slow & (where < self.used / self.members)
+        begins = slow & in_group
         leaves = ends & held
         self.excess += extra * begins - extra * leaves
         self.excess = np.maximum(self.excess, 0.0)
-        took = np.where(fault, np.clip(self.healthy - first, 0, nodes), nodes * leaves)
+        took = np.where(fault, np.clip(self.healthy - first, 0, nodes), np.minimum(nodes, self.healthy) * leaves)
         self.healthy += self.taken[ref, columns] * back - took
         if self.inputs.policy.replicas > 1:
             again = hit & (where * 7919 % 1 < self.out / self.inputs.policy.replicas)  # of a replica that is out
