@@ -170,7 +170,9 @@ def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
 
     stored = 60  # as the real coordinator counts: what the newest group began with, until more is written
     coordinator = SimpleNamespace(
-        event=SimpleNamespace(remote=event), stored_step=SimpleNamespace(remote=lambda: stored)
+        event=SimpleNamespace(remote=event),
+        stored_step=SimpleNamespace(remote=lambda: stored),
+        trusted_step=SimpleNamespace(remote=lambda: None),
     )
     job: Any = SimpleNamespace(config=config, checkpoints=str(storage), run_id=RUN, coordinator=coordinator)
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
@@ -191,14 +193,14 @@ def test_a_damaged_checkpoint_that_is_newer_than_the_run_does_not_keep_it_from_i
     assert begun == [(30, "checkpoint"), (48, "snapshot"), (61, "snapshot"), (60, "checkpoint")]
 
 
-def restored_after_a_corruption(storage: Path) -> list[Any]:
+def restored_after_a_corruption(storage: Path, verify_every_steps: int) -> list[Any]:
     """Storage holds steps 30 and 60, of which no state of a step after 20 is known to be right: where 20 was there and
     is gone, and where there was none."""
     restore_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
     restore_module.init_weights = restore_module.reset_moments = lambda *_: None
     restore_module.catalog = SimpleNamespace(committed_and_damaged=lambda folder: ([60], [30]))  # type: ignore[assignment]
     config = PretrainConfig()
-    config.cluster.verify_every_steps = 10
+    config.cluster.verify_every_steps = verify_every_steps
     mesh, begun = build_mesh(plan_mesh(1, 1), "cpu"), []
     for stored in (20, -1):
         known = {"stored_step": stored, "trusted_step": 20}
@@ -214,8 +216,12 @@ def restored_after_a_corruption(storage: Path) -> list[Any]:
     return begun
 
 
-def test_a_run_whose_verified_checkpoint_is_gone_does_not_begin_from_its_seed(tmp_path: Path) -> None:
-    ((refused, begun),) = run_ranks(restored_after_a_corruption, 1, tmp_path)
+@pytest.mark.parametrize("verify_every_steps", [10, 0])
+def test_a_run_whose_verified_checkpoint_is_gone_does_not_begin_from_its_seed(
+    tmp_path: Path, verify_every_steps: int
+) -> None:
+    """Nor from what some rank computed wrong, also where the job that goes on verifies nothing."""
+    ((refused, begun),) = run_ranks(restored_after_a_corruption, 1, tmp_path, verify_every_steps)
     assert "the checkpoint of step 20, the newest whose state is known to be right, is gone" in refused
     assert begun == (Progress(), "seed")
 
@@ -229,7 +235,8 @@ def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:
 
     restore_module.catalog = SimpleNamespace(committed_and_damaged=away)  # type: ignore[assignment]
     asked = SimpleNamespace(remote=lambda: known_to_be_stored)
-    coordinator, config = SimpleNamespace(stored_step=asked), PretrainConfig()
+    trusted = SimpleNamespace(remote=lambda: None)
+    coordinator, config = SimpleNamespace(stored_step=asked, trusted_step=trusted), PretrainConfig()
     job: Any = SimpleNamespace(checkpoints="/storage", run_id=RUN, coordinator=coordinator, config=config)
     mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")
     progress, source = restore_module.restore(

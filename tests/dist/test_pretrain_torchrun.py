@@ -27,7 +27,7 @@ from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import PatientReader
 from regrow.errors import ConfigError, DataError, ResumeError, UnavailableError
 from regrow.parallel.fsdp import groups_of
-from regrow.record import lock
+from regrow.record import events, lock
 from regrow.record.log import RunLog, read_events, read_metrics
 from regrow.runtime import torchrun
 from regrow.runtime.torchrun import TorchrunRun, for_this_group
@@ -217,6 +217,20 @@ def test_a_run_that_goes_back_to_before_the_end_of_float8_trains_those_steps_in_
     succeed(environment, tmp_path, "back", *settings)
     begun = [e["start_step"] for e in read_events(Storage.at(tmp_path / "back")) if e["event"] == "generation"]
     assert begun == [0, 3, 6]
+
+
+def test_a_run_goes_on_from_the_newest_state_that_is_known_to_be_right(tmp_path: Path, corpus: Path) -> None:
+    """Before, from the newest checkpoint: which units computed wrong was looked at with Ray alone."""
+    arguments = [f"run.storage_path={tmp_path}", "run.name=wrong", f"data.corpora.rows={corpus}", *SMALL]
+    run_ranks(train_in_this_group, 1, [*arguments, "train.stop_at_step=10", "checkpoint.keep=3"])
+    run = Storage.at(tmp_path / "wrong")
+    log = RunLog(run)
+    log.event(events.Corruption(step=11, units=[1], ranks=[1], nodes=["b"], verified_step=7))
+    log.close()
+    run_ranks(train_in_this_group, 1, arguments)
+    begun = [event["start_step"] for event in read_events(run) if event["event"] == "generation"]
+    assert begun == [0, 4]
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
 
 
 def test_a_run_goes_on_with_the_losses_of_one_that_was_not_stopped_where_float8_is_gathered(

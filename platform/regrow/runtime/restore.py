@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.control.values import NOTHING
-from regrow.errors import CheckpointError
 from regrow.model.linears import recipe_after
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.float8 import inner_tensor
@@ -25,6 +24,7 @@ from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, form_s
+from regrow.runtime.trusted import up_to
 from regrow.state.collective import from_rank_0, on_first_rank_or_each
 from regrow.state.disk import catalog, store
 from regrow.state.entries import Entry, Progress, reset_moments, training_entries
@@ -139,13 +139,7 @@ def restore(
         if restored is not None:
             return restored, "snapshot"
     steps, noted = on_first_rank_or_each(lambda: catalog.committed_and_damaged(folder))
-    found = [*steps, *noted]
-    steps, noted = _up_to(limit, steps), _up_to(limit, noted)
-    if found and stored != NOTHING and not steps and not noted:
-        raise CheckpointError(
-            f"{folder}: the checkpoint of step {stored}, the newest whose state is known to be right, is gone, and "
-            "later ones have what some rank computed wrong; put it back, or train anew under another run.name"
-        )
+    may_be_restored = up_to(limit, [*steps, *noted], stored, folder)
 
     def damaged(step: int, detail: str) -> None:
         if dist.get_rank() == 0:
@@ -154,7 +148,7 @@ def restore(
 
     restored = store.restore_newest(
         folder,
-        [*steps, *noted],
+        may_be_restored,
         entries,
         place,
         replica_group(mesh),
@@ -169,15 +163,8 @@ def restore(
     return Progress(), "seed"
 
 
-def _up_to(limit: int | None, steps: list[int]) -> list[int]:
-    """Those that may be restored."""
-    return [step for step in steps if limit is None or step <= limit]
-
-
 def _trusted(job: Job) -> int | None:
-    """The newest step that may be restored, after a corruption was found; None: any. Collective."""
-    if not job.config.cluster.verify_every_steps:
-        return None
+    """The newest step that may be restored, after a corruption was found, by whatever job; None: any. Collective."""
     return from_rank_0(CoordinatorClient(job.coordinator).trusted_step() if dist.get_rank() == 0 else None)
 
 

@@ -42,6 +42,7 @@ from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.interrupts import StopRequest
 from regrow.runtime.patient_log import PatientLog
 from regrow.runtime.run_folder import Run, open_run
+from regrow.runtime.trusted import by_the_log
 from regrow.show.console import Console
 from regrow.state.collective import from_rank_0, gather, on_first_rank, rank
 from regrow.state.disk import catalog, store
@@ -238,10 +239,9 @@ class TorchrunRun:
 
     def _fill(self, step: TrainStep, mesh: DeviceMesh) -> Progress:
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
-        committed, damaged = on_first_rank(lambda: catalog.committed_and_damaged(self.checkpoints))
         restored = store.restore_newest(
             self.checkpoints,
-            [*committed, *damaged],
+            on_first_rank(lambda: by_the_log(self.run.folder, self.checkpoints)),
             entries,
             coordinates_of(mesh),
             replica_group(mesh),
