@@ -40,7 +40,7 @@ from regrow.state.memory.slots import (
 
 POLL_S, COMMIT_POLL_S = 0.01, 0.003
 UNCOMMITTED_S = 5.0  # without a commit: ranks go by what all nodes hold
-TELL_S = 0.1  # for the keeper's socket to have room
+TELL_S, LAST_TELL_S = 0.1, 1.0  # for the keeper's socket to have room, and once no look at what is committed follows
 
 Submit = Callable[[Callable[[], None]], object]
 
@@ -237,6 +237,7 @@ class Snapshots:
             return
         self._closed = True
         self.copier.close()  # or what still copies would write to another generation's slots
+        self._tell(patience_s=LAST_TELL_S)
         if self._pending is not None:
             self._pending.slot.file.void()
             self._pending = None
@@ -268,7 +269,7 @@ class Snapshots:
             self._pending = None
         self._tell(pending.slot.file.path.name)
 
-    def _tell(self, *notices: str) -> None:
+    def _tell(self, *notices: str, patience_s: float = TELL_S) -> None:
         """The keeper. What its socket has no room for, as many ranks of a node seal at once, it is told again at the
         next look at what is committed."""
         with self._telling:
@@ -276,7 +277,7 @@ class Snapshots:
             while self._untold:
                 try:
                     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
-                        keeper.settimeout(TELL_S if notices else 0.0)
+                        keeper.settimeout(patience_s)
                         keeper.connect(str(self.folder / NOTICES))  # or nothing would tell when there is room
                         keeper.send(self._untold[0].encode())
                 except (BlockingIOError, TimeoutError):
@@ -288,7 +289,7 @@ class Snapshots:
     def _committed(self) -> Committed:
         """As the keeper knows, which is told what it was not told."""
         if self._untold:
-            self._tell()
+            self._tell(patience_s=0.0)
         return Committed.read(self.folder)
 
     def _free_slot(self) -> _Slot | None:
