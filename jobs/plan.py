@@ -67,4 +67,4 @@ def main(config: PlanJobConfig, *, as_json: bool) -> None:
 if __name__ == "__main__":
     wants_json = "--json" in sys.argv  # not a flag of Hydra's
     sys.argv = [argument for argument in sys.argv if argument != "--json"]
-    run_job(partial(main, as_json=wants_json), name="plan", schema=PlanJobConfig)
+    run_job(partial(main, as_json=wants_json), name="plan", schema=PlanJobConfig, takes_several=True)

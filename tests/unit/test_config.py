@@ -186,6 +186,28 @@ def test_a_group_without_a_file_is_as_the_schema_has_it(argument: str, files: li
     assert (done.stdout, done.stderr) == (f"{files} {[argument]}\n", "")
 
 
+def several(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
+    """A job that says how many steps it is to train, twice."""
+    code = (
+        f"import sys; sys.argv = ['jobs.pretrain', '-m', 'train.steps=3,4', 'hydra.sweep.dir={tmp_path}']\n"
+        "from regrow.config.store import run_job\n"
+        f"run_job(lambda config: print(config.train.steps), name='pretrain'{how})"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_one_command_is_one_run(tmp_path: Path) -> None:
+    """Before, jobs.submit and jobs.drill carried out the first one, and ended as if that were all."""
+    done = several(tmp_path, "")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: -m makes 2 runs, and a command is for one; give each a command of its own")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_job_that_starts_nothing_takes_several(tmp_path: Path) -> None:
+    assert several(tmp_path, ", takes_several=True").stdout == "3\n4\n"
+
+
 def test_the_users_choice_of_model_wins_over_the_clusters() -> None:
     assert "name: 8b\n" in pretrain("--cfg", "job", "+cluster=h100x64").stdout
     assert "name: 1b\n" in pretrain("--cfg", "job", "+cluster=h100x64", "model=1b").stdout

@@ -44,9 +44,16 @@ _given: list[str] = []
 _files: dict[str, str] = {}
 
 
-def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = PretrainConfig) -> None:  # type: ignore[assignment]
+def run_job(
+    job: Callable[[Config], None],
+    *,
+    name: str,
+    schema: type[Config] = PretrainConfig,  # type: ignore[assignment]
+    takes_several: bool = False,
+) -> None:
     """Run `job` as a command line program with Hydra's flags, on the config of `conf/<name>.yaml` and the arguments.
 
+    With `takes_several` on each of those that Hydra's `-m` makes, one after another; else that is a mistake.
     A user's mistake, in the arguments or anywhere in the job, ends the process with one line on stderr and status 1.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing a trace: `_one_line` below says it better
@@ -69,6 +76,11 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
 
     with leaving(), _mistakes_in_one_line(schema):
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
+        if len(composed) > 1 and not takes_several:
+            raise ConfigError(
+                f"-m makes {len(composed)} runs, and a command is for one; give each a command of its own, as "
+                f"for each in A B; do python -m jobs.{name} KEY=$each; done"
+            )
         for config in composed:
             job(to_dataclass(config, schema))
 
