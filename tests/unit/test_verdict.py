@@ -358,20 +358,31 @@ def test_a_death_in_a_group_that_never_trained_is_put_down_to_its_members() -> N
     assert any("no living process is taken for dead" in verdict.claim for verdict in broken(found))
 
 
-def test_a_newcomer_that_waited_on_a_node_that_was_killed_is_explained_by_that() -> None:
+@pytest.mark.parametrize("cause", ["worker_died", "worker_hung", "node_silent"])
+@pytest.mark.parametrize(
+    ("kind", "victims", "is_explained"),
+    [
+        (None, [], False),
+        ("kill_node", [{"what": "node", "node": "new"}], True),
+        ("restart_raylet", [{"what": "node", "node": "new"}, {"what": "new node", "node": "newer"}], True),
+        ("restart_raylet", [{"what": "node", "node": "node3"}, {"what": "new node", "node": "new"}], False),
+    ],
+)
+def test_a_newcomer_is_lost_with_a_node_that_was_killed_or_restarted_and_for_nothing_else(
+    kind: str | None, victims: list[Row], is_explained: bool, cause: str
+) -> None:
     """It was in no group when its node went, and in the one that formed before its death was known."""
     members = [*workers(101, 103), {"pid": 104, "node": "new"}]
-    killed = {"record": "fault", "number": 1, "kind": "kill_node", "what": "kill_node", "time": BORN + 21.5, "step": 20}
-    killed |= {"world_size": 2, "victims": [{"what": "node", "node": "new"}]}
+    fault = {"record": "fault", "number": 1, "kind": kind, "what": kind, "time": BORN + 21.5, "step": 20}
+    fault |= {"world_size": 2, "victims": victims}
     forming = {"event": "forming", "generation": 2, "time": BORN + 22, "members": members}
-    died = {"event": "failure", "generation": 2, "time": BORN + 23, "cause": "worker_died", "ranks": [2], "detail": ""}
+    lost = {"event": "failure", "generation": 2, "time": BORN + 23, "cause": cause, "ranks": [2], "detail": ""}
     given = evidence()
     events = [each for each in given.events if each.get("generation") != 2]
-    events = sorted([*events, forming, died], key=lambda each: each["time"])
-    for records, is_explained in ((given.records, False), ([*given.records, killed], True)):
-        found = judge(replace(given, events=events, records=records))
-        wrong = [each for each in broken(found) if "no living process is taken for dead" in each.claim]
-        assert (not wrong) == is_explained
+    events = sorted([*events, forming, lost], key=lambda each: each["time"])
+    found = judge(replace(given, events=events, records=[*given.records, *([fault] if kind else [])]))
+    wrong = [each for each in broken(found) if "no living process is taken for dead" in each.claim]
+    assert (not wrong) == is_explained
 
 
 def test_a_rank_on_a_node_that_went_is_gone_with_it() -> None:

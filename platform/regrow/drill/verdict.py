@@ -21,7 +21,7 @@ LEDGER_TOLERANCE = 0.01  # of wall time
 FEW_STEPS = 20  # of the full size, below which their median is not judged
 HOLD_NOTHING = ("stop_keeper", "restart_raylet")  # and lose no node
 EXPLAINS_S = 120.0  # a failure of a group that never trained is put down to a fault of so long before
-EVICTIONS = ("worker_died", "worker_hung")
+EVICTIONS = ("worker_died", "worker_hung", "node_silent")
 _NAMES_A_RANK = re.compile(r"(?i)(?:^|[^a-z])(?:rank|world|worker|replica|shard|peer)s?[-_.=]?\d|\d[-_]of[-_]\d")
 _TENSORBOARDS = re.compile(r"events\.out\.tfevents\.[^/]*$")  # the host's name stands in it
 # g<generation>-<random token>, and a number where one writer has several files
@@ -488,7 +488,7 @@ def _holders_lost(faults: Sequence[Row]) -> int:
 
 def _nodes_taken(fault: Row) -> list[str]:
     """With all that came to be on them: a worker that waited for a group is no victim by its pid."""
-    takes = KINDS[fault["kind"]].nodes < 0 or fault["kind"] == DEAD_MOUNT
+    takes = KINDS[fault["kind"]].nodes < 0 or fault["kind"] in (DEAD_MOUNT, "restart_raylet")
     return [victim["node"] for victim in fault["victims"] if takes and victim["what"] == "node"]
 
 
