@@ -206,6 +206,48 @@ def test_who_comes_while_the_dead_are_asked_is_not_taken_for_one_of_them(group: 
     assert not group.poll()[1]
 
 
+def test_an_answer_of_a_dead_worker_that_comes_late_is_not_that_of_the_one_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray Train's own asking, which keeps what has not answered in time for the next round."""
+    asks = WorkerGroup._poll_workers_and_collect_errors
+    group, dead, late = Group(monkeypatch), {1}, set[int]()
+    monkeypatch.setattr(WorkerGroup, "_poll_workers_and_collect_errors", asks)
+    monkeypatch.setattr(WorkerGroup, "_assert_active", lambda _: None)
+
+    def answer(pid: int) -> WorkerStatus:
+        if int(pid) in dead:
+            raise RuntimeError("The actor died.")
+        return WorkerStatus(running=True, error=None)
+
+    class Asked(int):
+        """A worker's answer, by the worker's pid; each is one of its own."""
+
+        __hash__ = object.__hash__
+        __eq__ = object.__eq__
+
+    def one(pid: int) -> Any:
+        made = worker(pid)
+        made.actor = SimpleNamespace(poll_status=SimpleNamespace(remote=lambda: Asked(pid)), pid=pid)
+        return made
+
+    def wait(asked: list[Asked], *, num_returns: int, timeout: float | None) -> tuple[list[Asked], list[Asked]]:
+        return [each for each in asked if int(each) not in late], [each for each in asked if int(each) in late]
+
+    monkeypatch.setattr("ray.wait", wait)
+    monkeypatch.setattr("ray.get", answer)
+    state: Any = group._worker_group_state
+    group._worker_group_state = replace(state, workers=[one(pid) for pid in range(SIZE)])
+    group.poll()
+    assert group.told == [("node-1", 1)]
+    late.add(1)
+    group.poll()
+    late.clear()
+    group._filled.put((1, one(11)))
+    assert group.poll() == ([0, 11, 2], True)
+    assert (group.told, [each.pid for each in group.killed], [*group.empty]) == ([("node-1", 1)], [1], [])  # type: ignore[attr-defined]
+
+
 def test_one_more_comes_and_one_that_could_not_start_leaves_its_place_empty_for_a_while(group: Group) -> None:
     group.meanwhile = [(3, worker(3))]
     group.poll()

@@ -364,6 +364,7 @@ class InPlaceGroup(WorkerGroup):
             ranks[rank] = rank
             workers = [*state.workers[:rank], worker, *state.workers[rank + 1 :]]
             self._worker_group_state = replace(state, workers=workers)
+            self._world_rank_to_ongoing_poll.pop(rank, None)  # of the dead one: what it says is not the new one's
             self.empty.pop(place, None)
             self._ended.discard(place)
             self._raised.pop(place, None)
