@@ -161,7 +161,7 @@ def test_a_stopped_worker_runs_on_when_its_time_has_come(
 
 
 def test_a_slow_worker_is_stopped_and_continued_in_turn_and_runs_in_the_end(
-    injector: Injector, workers: list[dict[str, Any]]
+    injector: Injector, workers: list[dict[str, Any]], notes: Notes
 ) -> None:
     do(injector, "slow_worker rank=2 for_s=0.6 share=0.5 period_s=0.1", workers)
     pid, seen = workers[2]["pid"], []
@@ -174,6 +174,21 @@ def test_a_slow_worker_is_stopped_and_continued_in_turn_and_runs_in_the_end(
     changes = sum(1 for before, after in itertools.pairwise(seen) if before != after)
     assert changes >= 4
     assert state_of(pid) != "T"
+    ((number, what, fields),) = notes
+    assert (number, what) == (0, "at its own speed")
+    assert fields["longest_s"] >= 0.05
+
+
+def test_how_long_a_slow_worker_was_stopped_at_a_stretch_is_noted_where_the_drill_came_late(
+    injector: Injector, workers: list[dict[str, Any]], notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(inject, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
+    do(injector, "slow_worker rank=2 for_s=5", workers)
+    for at in (100.2, 100.4, 125.0, 125.2):  # another fault took the drill 24 s, while the worker was stopped
+        clock.append(at)
+        injector.tick()
+    assert notes == [(0, "at its own speed", {"longest_s": 24.6})]
 
 
 def test_whatever_is_stopped_or_filled_is_freed_at_the_end(

@@ -427,6 +427,59 @@ def test_a_raylet_that_comes_back_as_another_node_is_one_that_held_copies_and_no
             assert any("costs at most" in verdict.claim for verdict in found) == is_wrong, (kind, steps)
 
 
+def note(what: str, after_s: float, number: int = 0, **more: Any) -> Row:
+    return {"record": "note", "number": number, "what": what, "time": BORN + 21 + after_s} | more
+
+
+def healed(after_s: float) -> Row:
+    return note("the network is whole again", after_s)
+
+
+AGAIN_BLINKS = {"record": "fault", "number": 1, "kind": "blink_node", "what": "blink_node rank=1", "time": BORN + 24.5}
+AGAIN_BLINKS |= {"step": 20, "world_size": 3, "victims": [{"what": "node", "node": "node2"}]}
+
+
+@pytest.mark.parametrize(
+    ("what", "records", "is_excused"),
+    [
+        ("slow_rank rank=1", [], False),
+        ("slow_worker rank=1 for_s=15 share=0.66", [], False),
+        ("slow_worker rank=1 for_s=15 share=0.66", [note("at its own speed", 15, longest_s=0.31)], False),
+        ("slow_worker rank=1 for_s=15 share=0.66", [note("at its own speed", 40, longest_s=25.0)], True),
+        ("slow_worker rank=1 for_s=15 period_s=4", [], True),
+        ("blink_node rank=1", [], False),
+        ("blink_node rank=1", [healed(4.1)], False),
+        ("blink_node rank=1", [healed(25)], True),  # the drill itself was late
+        ("blink_node rank=1 for_s=8", [], True),
+        ("blink_node rank=1", [healed(4.1), AGAIN_BLINKS], True),  # for eight seconds at a stretch
+        ("blink_node rank=1", [healed(2), AGAIN_BLINKS], False),
+        ("blink_node rank=1", [healed(4.1), note("node gone", 60, node="node2", another="node8")], True),  # says Ray
+        ("stop_worker rank=1 continue_after_s=4", [], True),
+        ("kill_worker rank=1", [], True),
+    ],
+)
+@pytest.mark.parametrize("cause", ["worker_died", "worker_hung", "node_silent"])
+def test_a_worker_that_was_slow_or_away_for_a_moment_is_not_to_be_given_up(
+    what: str, records: list[Row], is_excused: bool, cause: str
+) -> None:
+    given = events_with("failure", 0, cause=cause)(evidence())
+    fault = next(each for each in given.records if each["record"] == "fault")
+    fault |= {"kind": what.split()[0], "what": what}
+    if fault["kind"] == "blink_node":
+        fault["victims"] = [{"what": "node", "node": "node2"}, *fault["victims"]]
+    claims = {verdict.claim for verdict in broken(judge(replace(given, records=[*given.records, *records])))}
+    for claim in ("survivors keep their processes", "no living process is taken for dead"):
+        assert (claim not in claims) == is_excused, claims
+
+
+def test_a_failure_of_a_group_that_never_trained_is_not_put_down_to_a_rank_that_was_slow() -> None:
+    for kind, is_excused in (("slow_worker", False), ("kill_worker", True)):
+        given = events_with("failure", 0, ranks=[])(evidence())
+        next(each for each in given.records if each["record"] == "fault").update(kind=kind, what=kind)
+        claims = {verdict.claim for verdict in broken(judge(given))}
+        assert ("no living process is taken for dead" not in claims) == is_excused
+
+
 def damaged(rank: int, *others: Row) -> Evidence:
     """What rank 0's node holds of step 19 is damaged, its own part and a copy of rank 2's, and rank 1 killed; two are
     left and go on from step 19, the one on that node as this rank."""

@@ -29,6 +29,7 @@ LOOK = "look"
 SLOW_RANK, SLOW_LINK, DEAD_MOUNT, FLIP_WEIGHTS = "slow_rank", "slow_link", "dead_mount", "flip_weights"
 WRONG_UNITS = ("flip_gradients", "flip_activations")  # a host that computes wrong, and is given up
 FLIPS = (FLIP_WEIGHTS, *WRONG_UNITS)
+AT_ITS_SPEED, WHOLE_AGAIN = "at its own speed", "the network is whole again"  # notes of their ends
 HANGS = {  # phases, as `control.phases` has them
     "hang_first_step": "first_step",
     "hang_step": "step",

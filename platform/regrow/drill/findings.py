@@ -6,10 +6,19 @@ slow; a wrong unit within a verification and the two more that confirm it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
-from regrow.drill.faults import DEAD_MOUNT, FLIP_WEIGHTS, HANGS, SLOW_LINK, SLOW_RANK, WRONG_UNITS
+from regrow.drill.faults import (
+    AT_ITS_SPEED,
+    DEAD_MOUNT,
+    FLIP_WEIGHTS,
+    HANGS,
+    SLOW_LINK,
+    SLOW_RANK,
+    WHOLE_AGAIN,
+    WRONG_UNITS,
+)
 
 Row = dict[str, Any]
 
@@ -23,6 +32,7 @@ LEAST_LINK_S = 90.0  # that a link is slow: collectives are compared with those 
 BEFORE_S = 30.0  # that a group of the same size trained before it, therefore
 AGAIN = 4  # steps from a verification in which a unit is odd to the event that confirms it
 REPLICAS_STEPS = 5  # until snapshots that differ are reported
+STOPPED_S, DARK_S = 0.7, 5.0  # that a process may be stopped, and a node not be heard of: decision 13
 BESIDE_S = 60.0  # that a keeper may be away after a fault of its own, and damage beside it not be come upon
 SOUGHT = {*HANGS, *WRONG_UNITS, SLOW_RANK, SLOW_LINK, DEAD_MOUNT, FLIP_WEIGHTS}
 
@@ -156,6 +166,39 @@ def _wrong(fault: Row, events: Sequence[Row], verify_every: int) -> Finding:
             seconds = event["time"] - fault["time"]
             return Finding(number, what, steps <= limit, event.get("detail", ""), seconds, limit, steps)
     return Finding(number, what, False, "no corruption was found", None, limit)
+
+
+def is_borne(fault: Row, records: Sequence[Row]) -> bool:
+    """Whether a fault is none for which a process may be given up: it is slow, or away for a moment alone."""
+    kind, what = fault["kind"], fault["what"]
+    if kind == "slow_worker":
+        planned_s = option(what, "share", 0.5) * option(what, "period_s", 0.4)
+        noted_s = [each["longest_s"] for each in records if _is_note(each, AT_ITS_SPEED, fault["number"])]
+        return max(noted_s, default=planned_s) <= STOPPED_S
+    if kind == "blink_node":
+        return _away_s(fault, records) <= DARK_S
+    return bool(kind == SLOW_RANK)
+
+
+def _away_s(fault: Row, records: Sequence[Row]) -> float:
+    """For how long a node was cut off at a stretch, by this fault and by others of its kind; for good where Ray gave it
+    up."""
+    node, stretches = fault["victims"][0]["node"], list[tuple[float, float]]()
+    for each in records:
+        if each["record"] == "note" and each["what"] == "node gone" and each["node"] == node and "another" in each:
+            return inf
+    for each in records:
+        if each["record"] == "fault" and each["kind"] == fault["kind"] and each["victims"][0]["node"] == node:
+            healed = [note["time"] for note in records if _is_note(note, WHOLE_AGAIN, each["number"])]
+            begin, end = each["time"], max(healed, default=each["time"] + option(each["what"], "for_s", 4.0))
+            if stretches and begin <= stretches[-1][1]:
+                begin, end = stretches[-1][0], max(end, stretches.pop()[1])
+            stretches.append((begin, end))
+    return next(end - begin for begin, end in stretches if begin <= fault["time"] <= end)
+
+
+def _is_note(record: Row, what: str, number: int) -> bool:
+    return bool(record["record"] == "note" and record["what"] == what and record["number"] == number)
 
 
 def refused(fault: Row, faults: Sequence[Row], events: Sequence[Row]) -> bool | None:

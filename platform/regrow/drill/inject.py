@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.control.values import Version
-from regrow.drill.faults import KINDS, LOOK, NODE, WORKER, Fault, may_befall
+from regrow.drill.faults import AT_ITS_SPEED, KINDS, LOOK, NODE, WORKER, Fault, may_befall
 from regrow.drill.inject_orders import Ordered
 from regrow.drill.nodes import Nodes
 from regrow.drill.overlap import Overlapping, Stopped
@@ -131,14 +131,20 @@ class Injector:
     def _slow_worker(self, scene: Scene) -> list[Victim]:
         victim, until = scene.worker(scene.rank), time.monotonic() + scene.option("for_s")
         share, period_s, pid = scene.option("share"), scene.option("period_s"), self.pid_of(victim)
+        longest_s = 0.0  # that it was stopped at a stretch: other faults may keep the drill from coming back to it
 
         def stop() -> None:
-            if time.monotonic() < until and is_alive(pid):
+            since = time.monotonic()
+            if since < until and is_alive(pid):
                 self.stopped.hold(scene.number, [pid])
-                self.later(share * period_s, go_on)
+                self.later(share * period_s, partial(go_on, since))
+            else:
+                self.note(scene.number, AT_ITS_SPEED, longest_s=round(longest_s, 3))
 
-        def go_on() -> None:
+        def go_on(since: float) -> None:
+            nonlocal longest_s
             self.stopped.let_go(scene.number, [pid])
+            longest_s = max(longest_s, time.monotonic() - since)
             self.later((1 - share) * period_s, stop)
 
         stop()

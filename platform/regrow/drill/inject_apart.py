@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from regrow.drill.faults import DEAD_MOUNT, SLOW_LINK
+from regrow.drill.faults import DEAD_MOUNT, SLOW_LINK, WHOLE_AGAIN
 from regrow.drill.hosts import Host
 from regrow.drill.inject import ZOMBIE_S, Injector, Note, NotNow, Scene, Victim
 from regrow.drill.nodes_apart import NodesApart
@@ -79,7 +79,7 @@ class InjectorApart(Injector):
             if gone:
                 self.later(ZOMBIE_S, lambda: self.end_node(scene.number, node.node_id))
 
-        self.until_healed(scene, heal, "the network is whole again")
+        self.until_healed(scene, heal, WHOLE_AGAIN)
         return self.on_node(scene)
 
     def _shape(self, scene: Scene) -> list[Victim]:

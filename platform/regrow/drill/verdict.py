@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from regrow.drill.faults import DEAD_MOUNT, KINDS, LOOK
-from regrow.drill.findings import AGAIN, Finding, find, refused, sought
+from regrow.drill.findings import AGAIN, Finding, find, is_borne, refused, sought
 
 Row = dict[str, Any]
 
@@ -223,7 +223,7 @@ def _committed_is_whole(evidence: Evidence) -> Verdict:
 
 
 def _survivors_stay(evidence: Evidence) -> Verdict:
-    befallen = {process for fault in _named(evidence.records, "fault") for process in _processes(fault)}
+    befallen = {process for fault in _excusing(evidence.records) for process in _processes(fault)}
     went = {note["node"]: note["time"] for note in reversed(_notes(evidence.records, "node gone"))}  # its first
     quarantined_until = dict[str, float]()  # by node, whose ranks leave as soon as others take their places
     wrong, kept, changes = [], 0, 0
@@ -374,7 +374,7 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
 
 
 def _no_false_eviction(evidence: Evidence) -> Verdict:
-    faults = [fault for fault in _named(evidence.records, "fault") if fault["kind"] != LOOK]
+    faults = _excusing(evidence.records)
     groups = {each["generation"]: each["members"] for each in _named(evidence.events, "forming", key="event")}
     groups |= {each["generation"]: each["workers"] for each in _named(evidence.events, "generation", key="event")}
     evictions = [e for e in _named(evidence.events, "failure", key="event") if e.get("cause") in EVICTIONS]
@@ -477,6 +477,11 @@ def _wall(events: Sequence[Row]) -> tuple[float, float]:
 def _processes(fault: Row) -> list[tuple[str, int]]:
     """Node and pid of workers that a fault befell: on hosts apart, each has pids of its own."""
     return [(victim["node"], victim["pid"]) for victim in fault["victims"] if victim["what"] == "worker"]
+
+
+def _excusing(records: Sequence[Row]) -> list[Row]:
+    """The faults for which a process may be given up."""
+    return [fault for fault in _named(records, "fault") if fault["kind"] != LOOK and not is_borne(fault, records)]
 
 
 def _holders_lost(faults: Sequence[Row]) -> int:
