@@ -196,6 +196,25 @@ STORIES = {
     "the coordinator is restarted, and its first snapshot takes minutes": Story(
         until_60() | of_a_restarted_coordinator(stepped_at=3590.0), {at: set() for at in range(60, 100)}
     ),
+    **{
+        f"its last checkpoint takes 25 minutes, {how}": Story(
+            sound(
+                last_step_timestamp_seconds="0+60x60 3600x120",
+                last_checkpoint_timestamp_seconds="0+60x60 3600x120",
+                last_snapshot_timestamp_seconds="0+60x60 3600x120",
+                step="100+1x60 160x120",
+                target_steps=f"{target} 160x120",
+                running="1x85 0",
+                stops_total="0x85 1x100",
+            ),
+            dict.fromkeys((78, 84), firing),
+        )
+        for how, target, firing in (
+            ("all steps are trained", "160x60", set[str]()),
+            ("it was asked to stop", "500x60", set[str]()),
+            ("it has steps to go", "500x180", {"RegrowNoProgress"}),
+        )
+    },
     "the coordinator of a run that stands still is restarted": Story(
         until_60()
         | sound(60, last_step_timestamp_seconds="0+60x50 3000x9")

@@ -104,6 +104,22 @@ def test_an_error_that_every_process_ends_with_before_a_group_is_formed_gives_th
     assert len(told.of(c.GiveUp)) == 1
 
 
+def test_a_group_that_leaves_for_good_as_it_was_asked_to_says_so_in_the_log() -> None:
+    told = training("ab")
+    told.row(1)
+    told(e.Leaving(1, 1, "grow"))
+    assert told.records("trained") == [], "another one forms"
+    told.now += LEAVING_S + 0.1
+    told.form(one(0, "a"), one(1, "b"))
+    told.begin("ab", step=1)
+    told(e.StopAsked("interrupted"))
+    assert told.row(2) == "interrupted"
+    told(e.Leaving(2, 2, ""))
+    assert told.records("trained") == [{"step": 2}]
+    past = Past.of(log_of(told), generation=2, logged=2, stored=(), restarted=True)
+    assert past.trained == 2
+
+
 def test_a_run_that_is_asked_to_stop_is_not_given_up_for_workers_that_do_not_start() -> None:
     told = Told()
     told(e.StopAsked("interrupted"))
@@ -963,6 +979,10 @@ def test_state_that_went_wrong_is_not_put_into_storage_by_the_end() -> None:
     told(e.Settle())
     assert orders(told) == []
     assert told.control.settling == Settling(False, "", None, ())
+    generation, held = told.control.generation, Version(told.control.generation, 11)
+    again = Told(Past.of(log_of(told), generation=generation, logged=15, stored=[10], restarted=True))
+    again(e.KeepersFound(tuple((node, held, [Shard(held, node, 2, 11)]) for node in "ab"), generation))
+    assert again.control.newest_snapshot is None, "nor by one that is restarted before it has ended"
 
 
 @pytest.mark.parametrize("notice", [("a", "b"), ("a",), ()])

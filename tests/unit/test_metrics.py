@@ -508,6 +508,22 @@ def test_time_without_a_group_makes_no_snapshot_and_no_checkpoint_older() -> Non
     assert value(live, "last_checkpoint_timestamp_seconds") == T0 + 4000
 
 
+def test_an_attempt_that_was_asked_to_stop_ends_at_its_last_step() -> None:
+    """By that `RegrowNoProgress` knows that no step is to come, whichever coordinator tells."""
+    events = [event("submitted", time=T0), generation(1, time=T0)]
+    live = make_figures(events)
+    live.row(make_row(7), T0 + 7)
+    assert (value(live, "step"), value(live, "target_steps")) == (7, 300)
+    left = event("trained", time=T0 + 8, step=7)
+    live.event(left, T0 + 8)
+    for figures in (live, make_figures([*events, left], T0 + 9)):
+        assert (value(figures, "step"), value(figures, "target_steps")) == (7, 7)
+    again = make_figures([*events, left])
+    again.event(event("submitted", time=T0 + 20), T0 + 20)
+    assert value(again, "target_steps") == 300
+    assert ("regrow_step", "") not in again.values
+
+
 def test_what_each_rank_is_does_not_stay_in_memory() -> None:
     """At 16,384 ranks that is some 20 MB a generation, in the coordinator."""
 

@@ -358,6 +358,33 @@ def test_a_group_that_stands_still_is_stalled_whatever_else_happens(held: bool |
     assert status(ROWS, scored, 200, held).state is State.training
 
 
+@pytest.mark.parametrize("held", [True, None])
+def test_a_run_that_writes_its_last_checkpoint_is_neither_stalled_nor_silent(held: bool | None) -> None:
+    """That may take minutes, after its last step as after Ctrl-C."""
+    trained = [*STARTED, event("trained", 30.5, step=10)]
+    config = CONFIG | {"checkpoint": {"timeout_s": 1800.0}}
+    lost = event("failure", 200, cause="node_silent", detail="node c", generation=1)
+    for events, at in ((trained, 31), (trained, 31 + 599), (trained, 31 + 1799), ([*trained, lost], 300)):
+        found = status(ROWS, events, at, held, config=config)
+        assert (found.state, found.since, found.eta_s) == (State.training, T0 + 10, None)
+        assert found.detail == "the last step is trained; its checkpoint is being written"
+    found = status(ROWS, trained, 31 + 1801, held, config=config)
+    assert found.state is (State.training if held else State.silent)
+    assert status(ROWS, trained, 31 + 601).state is State.silent, "where the settings are not known"
+    assert status(ROWS, trained, 31 + 16, held=False).state is State.gone
+    assert status(ROWS, [*trained, event("stopped", 300, step=10, reason="interrupted")], 301).state is State.stopped
+
+
+def test_what_the_job_before_had_trained_does_not_end_this_one() -> None:
+    trained = [*STARTED, event("trained", 30.5, step=10), submitted(100)]
+    assert status(ROWS, trained, 101).state is State.starting
+    again = [*trained, generation(2, 120, 4, "resume", 10)]
+    found = status([*ROWS, row(11, 122, 2)], again, 123)
+    assert (found.state, found.detail) == (State.training, "")
+    assert found.eta_s is not None
+    assert status([*ROWS, row(11, 122, 2)], again, 122 + 61, held=True).state is State.stalled
+
+
 def test_a_clock_that_was_ahead_in_the_job_before_does_not_hide_that_a_group_stands_still() -> None:
     ahead = [each | {"time": each["time"] + 5000} for each in [*STARTED, event("stopped", 31, reason="interrupted")]]
     events = [*ahead, submitted(100), generation(2, 120, 4, "resume", 10)]

@@ -252,6 +252,8 @@ class Group(Losses):
                 self.nodes.slow(node, now)
 
     def leave(self, event: Leaving, now: float) -> None:
+        if isinstance(self.ending, Stopping):  # for good
+            self.out.record("trained", step=event.step)
         asked = self.state.asked_to_leave if isinstance(self.state, Training) else ""
         self.cause = event.cause or asked
         here = {member.node for member in self.membership.survivors}

@@ -30,6 +30,7 @@ from regrow.record.events import (
     Stopped,
     Submitted,
     Suspected,
+    Trained,
     Undrain,
     Validation,
 )
@@ -40,6 +41,7 @@ from regrow.storage import split_location
 
 START_SILENCE_S = 600.0  # while a group starts or forms, which writes nothing: nodes may have to come first
 GONE_S = 15.0  # without a word and with the run's lock free: long enough to start the coordinator anew
+LAST = "the last step is trained; its checkpoint is being written"
 UNWRITTEN = "the run folder takes no writes ({}): the job may well train; its own output says"
 SHOWN = 5  # commits and interruptions
 SPEED_ROWS, PACE_ROWS = 50, 200  # newest rows, of one generation, that the speed and the time left are taken from
@@ -181,12 +183,15 @@ def status_of(
     lock, None where that cannot be known. `refusal`: why the run folder takes no writes, empty where it does.
     `report` is the newest report.json, `ranks` those of the newest ranks.json.
     """
-    group, train, cluster = (_group(config, name) for name in ("run", "train", "cluster"))
+    group, train, cluster, kept = (_group(config, name) for name in ("run", "train", "cluster", "checkpoint"))
     rows, submitted = list(history.rows), history.of(Submitted)
     newest, last = history.newest(Generation), rows[-1] if rows else {}
     heard_at = max([*(row["time"] for row in rows[-1:]), *(e.written_at for e in history.events[-1:])], default=None)
     pace_s = _pace(rows)
-    state, since, detail = _state(history, now, pace_s=pace_s, heard_at=heard_at, held=held, refusal=refusal)
+    last_s = positive(kept.get("timeout_s"))
+    state, since, detail = _state(
+        history, now, pace_s=pace_s, last_s=last_s, heard_at=heard_at, held=held, refusal=refusal
+    )
     goodput, goodput_as_of = _goodput(report, submitted)
     scored = [event for event in history.of(Validation) if is_number(event.loss)]
     status = Status(
@@ -226,7 +231,8 @@ def status_of(
         effective=_ratio(report, "effective") if goodput is not None else None,
         paid=_ratio(report, "paid") if goodput is not None else None,
     )
-    if pace_s is None or status.last_step is None or state not in (State.training, State.regrouping):
+    trains = state in (State.training, State.regrouping) and not _has_trained(history)
+    if pace_s is None or status.last_step is None or not trains:
         return status
     return replace(status, eta_s=pace_s * max(0, status.last_step - status.step))
 
@@ -236,11 +242,12 @@ def _state(
     now: float,
     *,
     pace_s: float | None,
+    last_s: float,
     heard_at: float | None,
     held: bool | None,
     refusal: str,
 ) -> tuple[State, float | None, str]:
-    """What the run does, since when, and a word on it."""
+    """What the run does, since when, and a word on it. Its last checkpoint may take `last_s`."""
     if heard_at is None:
         return State.starting, None, "nothing is logged yet"
     ended, began = history.newest(Stopped), history.newest(Submitted)
@@ -252,17 +259,20 @@ def _state(
 
     ready, forming = history.newest(Generation), history.newest(Forming)
     failures = of_kind(history.events[max(begun, formed) + 1 :], Failure)
+    least_s = START_SILENCE_S
     if ready is None or formed < begun:
         state, since, detail = State.starting, began.time if began else heard_at, _said(failures)
+    elif _has_trained(history):
+        state, since, detail, least_s = State.training, ready.time, LAST, max(START_SILENCE_S, last_s)
     elif failures:
         state, since, detail = State.regrouping, failures[0].time, _said(failures)
     elif forming and forming.generation > ready.generation:
         state, since, detail = State.regrouping, forming.time, "another group is forming"
     else:
-        state, since, detail = State.training, ready.time, ""
+        state, since, detail, least_s = State.training, ready.time, "", SILENCE_S
 
     quiet_s = now - heard_at
-    patience_s = max(SILENCE_S if state is State.training else START_SILENCE_S, 10 * (pace_s or 0.0))
+    patience_s = max(least_s, 10 * (pace_s or 0.0))
     before = f"it was {state.value}" + (f": {detail}" if detail else "")
     if held is False and quiet_s > GONE_S:
         return State.gone, heard_at, f"{before}; then the job ended without a word"
@@ -270,9 +280,14 @@ def _state(
         return State.silent, heard_at, UNWRITTEN.format(refusal)
     if quiet_s > patience_s and not held:
         return State.silent, heard_at, before
-    if state is State.training and now - (alive_at := _alive_at(history, formed)) > patience_s:
+    if state is State.training and detail != LAST and now - (alive_at := _alive_at(history, formed)) > patience_s:
         return State.stalled, alive_at, _said(event for event in history.of(Stalled) if event.time >= alive_at)
     return state, since, detail
+
+
+def _has_trained(history: History) -> bool:
+    """Whether the newest group has left for good: what is in memory is still to be written."""
+    return history.place(Trained) > history.place(Generation)
 
 
 def _alive_at(history: History, formed: int) -> float:

@@ -37,6 +37,7 @@ from regrow.record.events import (
     Spares,
     Stopped,
     Submitted,
+    Trained,
     from_row,
 )
 from regrow.record.history import History
@@ -190,7 +191,8 @@ class Figures:
         self._cadence, self._takes_snapshots = cadence, takes_snapshots(config.snapshot)
         self._step_s = 0.0  # smoothed
         self._set("regrow_running", 1)
-        self._set("regrow_target_steps", last_step(train.steps, train.stop_at_step))
+        self._target_steps = last_step(train.steps, train.stop_at_step)
+        self._set("regrow_target_steps", self._target_steps)
         self._set("regrow_target_world_size", world_sizes(config).get(cluster.max_workers, cluster.max_workers))
         self._set("regrow_spare_ranks", 0)
         self._set("regrow_min_world_size", cluster.min_workers)
@@ -306,6 +308,11 @@ class Figures:
                 self._set("regrow_submitted_timestamp_seconds", event.time)
                 self.values.pop(("regrow_last_snapshot_timestamp_seconds", ""), None)
                 self._set("regrow_spare_ranks", 0)
+                self._set("regrow_target_steps", self._target_steps)
+                self.values.pop(("regrow_step", ""), None)
+            case Trained():  # before its last step where it was asked to stop
+                self._set("regrow_step", event.step)
+                self._set("regrow_target_steps", event.step)
             case Generation():
                 self._set("regrow_generation", event.generation)
                 self._set("regrow_world_size", event.world_size)
