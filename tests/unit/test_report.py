@@ -24,7 +24,7 @@ from regrow.errors import RegrowError
 from regrow.record.events import Checkpoint, Failure, Generation, Stopped, Submitted, Validation
 from regrow.record.history import History
 from regrow.record.ledger import LOST, MOST_START_S, STATES, columns, on_one_clock
-from regrow.record.log import RunLog, encode, read_events, read_metrics
+from regrow.record.log import RunLog, encode, read_events, read_metrics, rollback_of
 from regrow.show import report as module
 from regrow.show.compare import (
     MOST_RUNS,
@@ -200,6 +200,68 @@ def test_steps_that_were_done_again_are_the_fault_of_the_first_group_that_took_t
     assert_adds_up(report)
     assert report["time_s"]["recompute"] == pytest.approx(44.0)  # the gap between them counts, too
     assert report["lost_s"] == pytest.approx({"start": 10.0, "worker_died": 4.0, "nonfinite": 40.0 + 2.0})
+
+
+def rolled_back(at: float, generation: int, to_step: int, taken: list[dict[str, Any]]) -> dict[str, Any]:
+    """The event of these rows, as the log writes it."""
+    return {**rollback_of(taken, generation, to_step).to_row(), "time": T0 + at}
+
+
+def test_what_a_group_trained_is_no_time_to_form_the_next_where_one_rollback_took_back_the_steps_of_both() -> None:
+    """Ten minutes of the second group's steps were the third one's `regroup_s`, and it was drawn without width."""
+    first = [make_row(step, T0 + 10 + step, 1.0, 1, world_size=2) for step in range(1, 101)]
+    second = [make_row(100 + step, T0 + 112 + step, 1.0, 2, world_size=3) for step in range(1, 601)]
+    third = [make_row(700 + step, T0 + 724 + step, 1.0, 3) for step in range(1, 11)]
+    again = [make_row(100 + step, T0 + 750 + step, 1.0, 4, world_size=2) for step in range(1, 21)]
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 2, 0, "start", init_s=10.0, restore_s=0.0),
+        generation(2, 112, 3, 100, "grow", init_s=1.0, restore_s=0.5),
+        event("failure", 714, cause="worker_died", generation=2),
+        generation(3, 724, 4, 700, "worker_died", init_s=3.0, restore_s=0.5),
+        event("failure", 736, cause="worker_died", generation=3),
+        rolled_back(749, 4, 100, second + third),
+        generation(4, 750, 2, 100, "worker_died", init_s=3.0, restore_s=1.0, recomputed_steps=610),
+        event("stopped", 770, step=120, reason="interrupted"),
+    ]
+    report = build_report(first + again, events, now=T0 + 999, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["recompute"] == pytest.approx(610.0)
+    assert report["lost_s"] == pytest.approx({"start": 10.0, "grow": 2.0, "worker_died": 12.0 + 610.0 + 16.0})
+    told = [(each["detect_s"], each["regroup_s"], each["reshard_s"]) for each in report["recoveries"]]
+    assert told == [(None, 1.5, 0.5), (2.0, 9.5, 0.5), (2.0, 13.0, 1.0)]
+    attempts = History.of_logs(first + again, events).ledger(T0 + 999).attempts
+    lives = [(each.first_step_begin, each.last_life) for each in attempts]
+    assert lives[1:3] == [(T0 + 112, T0 + 712), (T0 + 724, T0 + 734)]
+
+
+@pytest.mark.parametrize(("behind_s", "between_s"), [(0.0, 86400.0 - 112.0), (90000.0, 0.0)])
+def test_steps_of_two_jobs_that_one_rollback_took_back_were_done_again_and_the_day_between_was_not(
+    behind_s: float, between_s: float
+) -> None:
+    """A day without a job was `recompute`. Where the second job's clock is behind, its own steps move alone."""
+    day = 86400.0 - behind_s  # by the second job's clock
+    first = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 101)]
+    second = [make_row(100 + step, T0 + day + 10 + step, 1.0, 2) for step in range(1, 21)]
+    again = [make_row(50 + step, T0 + day + 36 + step, 1.0, 3) for step in range(1, 101)]
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 4, 0, "start", init_s=10.0, restore_s=0.0),
+        event("stopped", 112, step=100, reason="interrupted"),
+        event("submitted", day, heard_at=T0 + 110),
+        generation(2, day + 10, 4, 100, "resume", init_s=5.0, restore_s=1.0),
+        event("failure", day + 32, cause="worker_died", generation=2),
+        rolled_back(day + 34, 3, 50, first[50:] + second),
+        generation(3, day + 36, 4, 50, "worker_died", init_s=3.0, restore_s=1.0, recomputed_steps=70),
+        event("stopped", day + 136, step=150, reason="finished"),
+    ]
+    report = build_report(first[:50] + again, events, now=T0 + 1e6, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["recompute"] == pytest.approx(70.0, abs=1e-5)
+    assert report["time_s"]["down"] == pytest.approx(between_s + 2.0, abs=1e-5)
+    assert report["lost_s"] == pytest.approx(
+        {"start": 10.0, "resume": between_s + 10.0, "worker_died": 70.0 + 6.0}, abs=1e-5
+    )
 
 
 def test_a_run_resumed_after_its_driver_was_killed_counts_the_time_between_as_down() -> None:
@@ -577,7 +639,7 @@ class Simulation:
     random: random.Random
     now: float = T0
     step: int = 0
-    committed: int = 0
+    commits: list[int] = field(default_factory=lambda: [0])  # steps that can be gone back to
     generation: int = 0
     truth: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     rows_s: dict[int, dict[str, float]] = field(default_factory=dict)  # of each step that still counts
@@ -594,13 +656,16 @@ class Simulation:
     def start(self, cause: str) -> None:
         init_s, restore_s = self.spend("init", 20), self.spend("restore", 5)
         self.generation += 1
-        self.log.begin(self.generation, self.committed)
-        for step in range(self.committed + 1, self.step + 1):
+        if self.random.random() < 0.5:  # what is newest is damaged
+            del self.commits[self.random.randint(1, len(self.commits)) :]
+        committed = self.commits[-1]
+        self.log.begin(self.generation, committed)
+        for step in range(committed + 1, self.step + 1):
             undone = self.rows_s.pop(step)
             for state, seconds in undone.items():
                 self.truth[state] -= seconds
                 self.truth["recompute"] += seconds
-        self.step = self.committed
+        self.step = committed
         self.log.event(
             Generation(
                 time=self.now,
@@ -625,7 +690,7 @@ class Simulation:
             snapshot_s = self.spend("snapshot", 2) if save else 0.0
             if save:
                 self.log.event(Checkpoint(time=self.now, step=self.step, stall_s=snapshot_s, bytes=1))
-                self.committed = self.step
+                self.commits.append(self.step)
             step_s = sum(parts.values()) + snapshot_s
             row = make_row(self.step, self.now, step_s, self.generation)
             self.log.row(row | {"data_wait_s": parts["data"], "snapshot_s": snapshot_s})

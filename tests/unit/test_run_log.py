@@ -130,6 +130,27 @@ def test_a_resumed_process_rolls_back_what_the_one_before_logged(storage: Storag
     assert steps_of(storage) == [(1, 3)]
 
 
+def test_a_rollback_tells_the_rows_of_each_generation_apart(storage: Storage) -> None:
+    with RunLog(storage) as log:
+        log.begin(1, 0)
+        for step in range(1, 5):
+            log.row(make_row(step))
+        log.begin(2, 4)
+        log.row(make_row(5, 1), is_late=True)
+        log.row(make_row(6, 2))
+        log.begin(3, 6)
+        for step in range(7, 10):
+            log.row(make_row(step, 3))
+        log.begin(4, 2)
+    (event,) = read_events(storage)
+    assert (event["steps"], event["first_time"], event["last_time"]) == (7, 1002.5, 1009.0)
+    assert event["spans"] == [
+        {"generation": 1, "first_time": 1002.5, "first_step_end": 1003.0, "last_time": 1005.0},
+        {"generation": 2, "first_time": 1005.5, "first_step_end": 1006.0, "last_time": 1006.0},
+        {"generation": 3, "first_time": 1006.5, "first_step_end": 1007.0, "last_time": 1009.0},
+    ]
+
+
 def test_a_new_generation_without_rollback_goes_on_and_notes_nothing(storage: Storage) -> None:
     with RunLog(storage) as log:
         log.begin(1, 0)

@@ -313,6 +313,7 @@ class Rollback(Event):
     first_time: float | None = None  # when the first of them began
     first_step_end: float | None = None  # when the first of them ended
     last_time: float | None = None  # when the last of them ended
+    spans: list[Row] | None = None  # the three times of each generation's rows among them, in order, with `generation`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ LOST = ("init", "restore", "recompute", "down")  # states that starting and inte
 # What a moment counts as when several claims cover it: the later in this list wins.
 _LAYERS = ("other", "init", "down", "restore", "recompute", "step", "validation", "snapshot")
 MOST_START_S = 60.0  # of a job whose clock is behind: what took longer may have been a wait for the job before it
+ROW_TIMES = ("first_time", "first_step_end", "last_time")  # of a rollback, and of each of its spans
 SILENCE_S = 60.0  # a run that has said nothing for this long and for 10 of its steps counts as down
 
 
@@ -128,6 +130,7 @@ def on_one_clock(rows: Sequence[Row], events: Sequence[Event]) -> tuple[list[Row
     """
     moved, found = list(rows), list[Event]()
     newest, of_rows = -math.inf, 0.0  # time heard last, and by how much the newest group's rows have moved
+    offsets: dict[int, float] = {}  # the same, of each generation's rows
     for job, first_row, end in _jobs(rows, events):
         asked = job[0] if isinstance(job[0], Submitted) else None
         heard = max(newest, asked.heard_at + of_rows) if asked and asked.heard_at else newest
@@ -141,9 +144,10 @@ def on_one_clock(rows: Sequence[Row], events: Sequence[Event]) -> tuple[list[Row
         for event in job:
             event = _later(event, offset, "time", "since")
             if isinstance(event, Rollback):  # it tells of rows: of another job's where its own has no group yet
-                found.append(_later(event, of_rows, "first_time", "first_step_end", "last_time"))
+                found.append(_later(_spans_later(event, offsets), of_rows, *ROW_TIMES))
                 continue
-            of_rows = offset if isinstance(event, Generation) else of_rows
+            if isinstance(event, Generation):
+                offsets[event.generation] = of_rows = offset
             time = begin if isinstance(event, Submitted) else max(begin, event.time)
             found.append(event if event.time == time else replace(event, time=time))
             newest = max(newest, time)
@@ -169,6 +173,14 @@ def _later(event: Event, offset: float, *names: str) -> Event:
     times = {name: getattr(event, name, None) for name in names} if offset else {}
     told: dict[str, Any] = {name: time + offset for name, time in times.items() if time is not None}
     return replace(event, **told) if told else event
+
+
+def _spans_later(event: Rollback, offsets: Mapping[int, float]) -> Rollback:
+    """With each span moved by its own generation's offset."""
+    moved = [(span, offsets.get(span["generation"], 0.0)) for span in event.spans or []]
+    if not any(offset for _, offset in moved):
+        return event
+    return replace(event, spans=[span | {name: span[name] + by for name in ROW_TIMES} for span, by in moved])
 
 
 def lost_to(ledger: Ledger) -> dict[str, float]:
@@ -232,18 +244,22 @@ def _step_intervals(rows: Sequence[Row], events: Sequence[Event]) -> tuple[Float
 
 
 def _undone(events: Sequence[Event]) -> list[tuple[float, float, int]]:
-    """From, to, and the generation that took back what was done between them; from where its first step truly began."""
+    """From, to, and the generation that took back what was done between them; from where each first step truly began.
+
+    Of each generation whose rows a rollback took back. Older logs do not tell these apart.
+    """
     found, validations = [], of_kind(events, Validation)
+    validated = [event.time for event in validations]
     for rollback in of_kind(events, Rollback):
-        begin, last = rollback.first_time, rollback.last_time
-        if begin is None or last is None:
-            continue
-        for event in validations:
-            middle = event.time - positive(event.seconds) / 2
-            if begin <= event.time and middle <= (rollback.first_step_end or begin):
-                begin -= positive(event.seconds)
-                break
-        found.append((begin, last, rollback.generation))
+        whole = {name: getattr(rollback, name) for name in ROW_TIMES}
+        for begin, first_end, last in map(itemgetter(*ROW_TIMES), rollback.spans or [whole]):
+            if begin is None or last is None:
+                continue
+            at = bisect_left(validated, begin)
+            for event in validations[at : at + 1]:
+                seconds = positive(event.seconds)
+                begin -= seconds if event.time - seconds / 2 <= (first_end or begin) else 0.0
+            found.append((begin, last, rollback.generation))
     return found
 
 
@@ -291,6 +307,7 @@ def _attempts(
 ) -> list[Attempt]:
     attempts: list[Attempt] = []
     marks = _marks(events, begin)
+    undone = sorted(undone, key=itemgetter(1))
     event_times, undone_times = [event.time for event in events], [last for _, last, _ in undone]
     for index, (mark, submitted, generation) in enumerate(marks):
         until = marks[index + 1][0] if index + 1 < len(marks) else math.inf

@@ -189,17 +189,27 @@ class RunLog:
 
 def rollback_of(taken_back: Sequence[Row], generation: int, start_step: int) -> Rollback:
     """The event of rows, at least one, that a generation takes back."""
-    first, last = taken_back[0], taken_back[-1]
+    by_generation = itertools.groupby(taken_back, key=lambda row: row.get("generation", 0))
+    spans: list[Row] = [{"generation": number, **_times(list(rows))} for number, rows in by_generation]
     return Rollback(
         generation=generation,
-        from_step=last["step"],
+        from_step=taken_back[-1]["step"],
         to_step=start_step,
         steps=len(taken_back),
         seconds=math.fsum(row["step_s"] or 0.0 for row in taken_back),
-        first_time=first["time"] - (first["step_s"] or 0.0),
-        first_step_end=first["time"],
-        last_time=last["time"],
+        spans=spans,
+        **_times(taken_back),
     )
+
+
+def _times(rows: Sequence[Row]) -> Row:
+    """When the first of these rows' steps began and ended, and when the last of them ended, in unix seconds."""
+    first = rows[0]
+    return {
+        "first_time": first["time"] - (first["step_s"] or 0.0),
+        "first_step_end": first["time"],
+        "last_time": rows[-1]["time"],
+    }
 
 
 class _Appender:
