@@ -166,10 +166,11 @@ class World:
         timeout_s: float = 30.0,
         num_slices: int | None = None,
         verify_every_steps: int = 0,
+        cp: int = 1,
         fan_out: int | None = None,
     ) -> None:
-        """`num_slices`: of a batch; then the ranks that make no step faster are spares. `fan_out`: of a node; by the
-        seed's turn nodes speak for others, or each for itself."""
+        """`num_slices`: of a batch; then the ranks that make no step faster are spares. `cp`: ranks of a unit.
+        `fan_out`: of a node; by the seed's turn nodes speak for others, or each for itself."""
         self.fan_out = fan_out or (2 if seed % 2 else FAN_OUT)
         self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
         self.config = PretrainConfig(
@@ -178,6 +179,7 @@ class World:
             snapshot=SnapshotConfig(copies=copies),
         )
         self.config.cluster.verify_every_steps, self.config.train.steps = verify_every_steps, last_step
+        self.config.parallel.cp = cp
         self.corrupt: set[str] = set()  # nodes that compute wrong, whichever worker of theirs does
         if num_slices is not None:
             self.config.optim.num_slices, self.config.cluster.spare_workers = num_slices, "auto"
@@ -840,8 +842,8 @@ class World:
         run.began = True
         for member in run.formation.members:
             self.workers[member.id].rows.begin(generation, step)
-        every, members = self.config.cluster.verify_every_steps, run.formation.members
-        run.checks = Checks(every, len(members), step + 1, self.last_step) if every else None
+        every, num_units = self.config.cluster.verify_every_steps, len(run.formation.members) // self.config.parallel.cp
+        run.checks = Checks(every, num_units, step + 1, self.last_step) if every else None
         if self.newest_committed.step > step:
             self.newest_committed = NEVER
         if is_restored:
@@ -884,7 +886,8 @@ class World:
         row["state"] = run.state
         try:
             if run.checks is not None and run.checks.is_due(run.step):
-                slots = [number for rank in range(len(members)) for number in (1.0, 2.0 + (rank in wrong), 3.0)]
+                units = {rank // self.config.parallel.cp for rank in wrong}
+                slots = [number for each in range(run.checks.num_units) for number in (1.0, 2.0 + (each in units), 3.0)]
                 self.tell(e.Verified(generation, run.step, run.checks.judge(run.step, slots)))
                 if run.generation_is_over(self.control):
                     self._leave_all(run)
@@ -1174,13 +1177,15 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
     return world
 
 
-def play_corrupt(seed: int) -> World:
+def play_corrupt(seed: int, *, sizes: tuple[int, ...] = (3, 4, 5), least: int = 1, cp: int = 1) -> World:
     """A run in which a node begins to compute wrong, and goes on; a worker may die, and the coordinator. Raises Broken.
 
-    What is in the log in the end, and in storage, is nothing that it spoilt.
+    What is in the log in the end, and in storage, is nothing that it spoilt. `sizes`: how many nodes there may be, of
+    a rank each, `cp` of which are a unit; `least` of them make a group.
     """
     rng = random.Random(seed)
-    world = World(seed, num_nodes=rng.choice((3, 4, 5)), last_step=rng.choice((14, 20)), verify_every_steps=3)
+    num_nodes, last_step = rng.choice(sizes), rng.choice((14, 20))
+    world = World(seed, num_nodes=num_nodes, last_step=last_step, min_workers=least, verify_every_steps=3, cp=cp)
     victim = rng.choice([*world.nodes])
     world.after(2.0 + rng.random() * 10.0, lambda: world.corrupt.add(victim))
     if rng.random() < 0.5:

@@ -296,6 +296,20 @@ def test_ranks_that_share_rows_are_of_any_nodes_and_the_rest_of_a_unit_waits_as_
     assert names(joined(made, "ac", 64.0)) == "acde"
 
 
+def test_a_group_that_is_to_have_more_units_than_make_its_steps_shorter_has_a_world_size_too() -> None:
+    """Eight slices: of 8 to 15 ranks, two to a unit, four units are taken, unless a fifth is to tell which is wrong."""
+    config = PretrainConfig()
+    config.parallel.cp, config.cluster.min_workers, config.cluster.max_workers = 2, 4, 16
+    config.optim.num_slices = config.optim.global_batch_seqs = 8
+    config.cluster.spare_workers = "auto"
+    table, sizes = topologies(config), world_sizes(config)
+    made = Membership(list(sizes), 1, {size: each.step_cost for size, each in table.items()}, sizes)
+    made.least = 10
+    formed = names(joined(made, "abcdefghijk", 0.0, expected=11))
+    assert formed == "abcdefghij"
+    assert len(formed) in table
+
+
 def test_units_share_the_slices_out() -> None:
     made = Membership(range(2, 13), unit=2, step_costs=costs(5, unit=2))
     assert names(on_nodes(made, {"x": "abcd", "y": "ef"}, 0.0, expected=6)) == "abcdef"

@@ -447,6 +447,28 @@ def test_two_units_that_differ_beside_one_of_another_kind_wait_for_a_third_of_th
     assert [each["nodes"] for each in told.records("corruption")] == [["a", "b"], ["a", "b"], ["b"]]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "found"),
+    [
+        (ParallelConfig(cp=2), Outcome(2, undecided=(0, 1))),
+        (ParallelConfig(pp=2, least_pp=2), Outcome(2, undecided=(0, 2), pp=2)),
+    ],
+)
+def test_units_of_two_ranks_that_differ_wait_for_both_of_a_third(parallel: ParallelConfig, found: Outcome) -> None:
+    """Four to eight workers may be there, and a group has an even number of them: five are no world size."""
+    told = Told(parallel=parallel, verify_every_steps=4, min_workers=4, max_workers=8)
+    told.form(*(one(pid, NODES[pid]) for pid in range(4)))
+    told.begin(NODES)
+    for step in (1, 2):
+        told.row(step)
+        told(e.Verified(told.control.generation, step, found))
+    (record,) = told.records("corruption")
+    assert (record["waits_for"], record["is_decided"]) == (6, False)
+    told.join(*(one(pid, node) for pid, node in enumerate("abcde")))
+    assert told.ask("m0", told.control.generation).formation is None
+    assert len(told.form(one(5, "f")).members) == 6
+
+
 def test_three_units_of_a_kind_that_all_differ_end_the_run() -> None:
     told = verifying(3, max_workers=4)
     for step in (10, 11):
@@ -549,3 +571,10 @@ def test_whenever_a_node_begins_to_compute_wrong_nothing_that_it_spoilt_is_left_
     found = [play_corrupt(seed) for seed in range(60)]
     expelled = [world for world in found if any(name == "quarantine" for _, name, _ in world.events)]
     assert len(expelled) > 40
+
+
+def test_units_of_two_ranks_that_differ_come_to_an_end_or_to_a_third_whenever_one_begins_to_compute_wrong() -> None:
+    found = [play_corrupt(seed, sizes=(4, 6), least=4, cp=2) for seed in range(60)]
+    records = [[fields for _, name, fields in world.events if name == "corruption"] for world in found]
+    assert sum(bool(world.given_up) for world in found) > 20, "two units are all that there may be"
+    assert sum([each["waits_for"] for each in those] == [6, None] for those in records) > 3

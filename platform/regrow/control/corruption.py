@@ -135,7 +135,7 @@ class Corruptions:
         """Members of a group with a third unit, which can tell; None: it would not, or there is none that is allowed.
         `num_units` has those of other kinds of device, too."""
         missing = DECIDING_UNITS - len({part // self.verification.mesh.pp for part in found.parts})
-        sizes = [size for size in self._group.membership.sizes if self._meshes[size].num_units >= num_units + missing]
+        sizes = [size for size, mesh in self._meshes.items() if mesh.num_units >= num_units + missing]
         return min(sizes) if missing > 0 and self._group.in_place and sizes else None
 
     def _differ(self, found: Finding, step: int, waits_for: int | None, now: float) -> None:

@@ -82,11 +82,12 @@ class Formation:
 
 @dataclass
 class Membership:
-    """The state of a run's membership. `sizes` are the world sizes that are allowed, in whole units of `unit` ranks.
+    """The state of a run's membership. `sizes` are how many ranks may be there, in whole units of `unit` ranks.
 
-    `step_costs` are how long a step of each takes, next to the others; none: any larger group is faster. `configured`
-    are those with the pipelines that were asked for, where others have not: a group grows to them from others whatever
-    a step takes. `fewest`: for some sizes a smaller one that is taken in their place.
+    `fewest`: for some of them a smaller world size that is taken in their place. `step_costs` are how long a step of
+    each world size takes, next to the others; none: each of `sizes` is one, and any larger group is faster.
+    `configured` are world sizes with the pipelines that were asked for, where others have not: a group grows to them
+    from others whatever a step takes.
     """
 
     sizes: Sequence[int]
@@ -274,7 +275,9 @@ class Membership:
         sizes = (size for size in self.sizes if self.least <= size <= count and size % self.unit == 0)
         largest = max(sizes, default=0)
         fewest = self.fewest.get(largest, largest)
-        return fewest if fewest >= self.least else largest
+        if fewest >= self.least:
+            return fewest
+        return max((size for size in self.step_costs or self.sizes if self.least <= size <= largest), default=0)
 
     def _is_better(self, size: int, than: int) -> bool:
         """Whether a step takes less time in a larger group of this size, as far as is known, or it is laid out as
