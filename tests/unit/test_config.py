@@ -186,6 +186,40 @@ def test_a_group_without_a_file_is_as_the_schema_has_it(argument: str, files: li
     assert (done.stdout, done.stderr) == (f"{files} {[argument]}\n", "")
 
 
+@pytest.mark.parametrize("text", ["2026_11_28", "12e4", "true", "1.50", "+7", "0x10", "no", "'1e3'"])
+def test_a_text_is_what_was_typed(text: str) -> None:
+    """Before, jobs.pretrain trained in runs/20261128, and in runs/120000.0, where runs were then looked for in vain."""
+    config = pretrain_config([f"run.name={text}", f"data.language={text}", f"+data.corpora.web={text}"])
+    typed = text.strip("'")
+    assert (config.run.name, config.data.language, config.data.corpora) == (typed, typed, {"web": typed})
+
+
+def test_numbers_truth_values_and_what_may_be_either_stay_what_they_are() -> None:
+    given = ["train.steps=1_000", "cluster.dashboard=false", "snapshot.every_steps=10", "data.source=null"]
+    config = pretrain_config([*given, "snapshot.domain_label=null"])
+    assert (config.train.steps, config.cluster.dashboard, config.snapshot.every_steps) == (1000, False, 10)
+    assert (config.data.source, config.snapshot.domain_label) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("node_selector: {gpu: true}", "submit.node_selector.gpu: a text is wanted, and this is read as true;"),
+        ("env: {ZONE: on}", "submit.env.ZONE: a text is wanted, and this is read as true; write it in quotes"),
+        ("tolerations: [{key: a, operator: Equal, value: true}]", "this is read as true; write it in quotes"),
+        ("node_selector: {tier: 1e3}", "submit.node_selector.tier: a text is wanted, and this is read as 1000.0;"),
+    ],
+)
+def test_a_file_that_has_something_else_than_a_text_is_refused(tmp_path: Path, settings: str, line: str) -> None:
+    """Before, pods asked for a node with the label gpu=True, and waited for good."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/mine.yaml").write_text(f"# @package _global_\nsubmit:\n  {settings}\n")
+    done = run_job("submit", "--config-dir", str(tmp_path), "+cluster=h100x64", "+site=mine")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def several(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
     """A job that says how many steps it is to train, twice."""
     code = (

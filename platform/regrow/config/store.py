@@ -11,16 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, StringNode, ValidationError
 from omegaconf.errors import OmegaConfBaseException
 
 from regrow.config.run_yaml import read_yaml
@@ -74,7 +75,8 @@ def run_job(
         _files.clear()
         _files.update({group: found.runtime.choices[group] for group in ALWAYS if group in found.runtime.choices})
 
-    with leaving(), _mistakes_in_one_line(schema):
+    sys.argv[1:] = as_typed(sys.argv[1:], schema)
+    with leaving(), _mistakes_in_one_line(schema), _texts_alone():
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
         if len(composed) > 1 and not takes_several:
             raise ConfigError(
@@ -135,6 +137,53 @@ def given_files() -> dict[str, str]:
     return dict(_files)
 
 
+def as_typed(arguments: Sequence[str], schema: type[PretrainConfig] = PretrainConfig) -> list[str]:
+    """The arguments, with quotes around what Hydra would take for a number or a truth value, where the setting is a
+    text.
+
+    >>> as_typed(["run.name=2026_11_28", "+data.corpora.web=1e3", "run.seed=7"])
+    ["run.name='2026_11_28'", "+data.corpora.web='1e3'", 'run.seed=7']
+    """
+    typed = []
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        is_other = _is_text(schema, key.lstrip("+")) and isinstance(_value_of(argument), (bool, int, float))
+        typed.append(f"{key}={_argument(text)}" if is_other else argument)
+    return typed
+
+
+def _is_text(schema: Any, key: str) -> bool:
+    for name in key.split("."):
+        hints = get_type_hints(schema) if is_dataclass(schema) else {}
+        schema = get_args(schema)[1] if get_origin(schema) is dict else hints.get(name)
+    return schema in (str, str | None)
+
+
+def _value_of(argument: str) -> Any:
+    """What Hydra takes an argument's value for; None where it takes none."""
+    try:
+        return OverridesParser.create().parse_override(argument).value()
+    except HydraException:
+        return None
+
+
+@contextmanager
+def _texts_alone() -> Iterator[None]:
+    """Refuse a truth value or a fraction where a text is wanted, which YAML has made of what was written."""
+    convert = StringNode._validate_and_convert_impl
+
+    def refuse(node: StringNode, value: Any) -> str:
+        if isinstance(value, (bool, float)):
+            raise ValidationError(f"a text is wanted, and this is read as {str(value).lower()}; write it in quotes")
+        return convert(node, value)
+
+    StringNode._validate_and_convert_impl = refuse  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        StringNode._validate_and_convert_impl = convert  # type: ignore[method-assign]
+
+
 def chosen(arguments: Sequence[str]) -> list[str]:
     """Those that choose a file of conf/model, conf/data or conf/cluster."""
     return [each for each in arguments if each.lstrip("+").partition("=")[0] in CHOICES]
@@ -143,7 +192,7 @@ def chosen(arguments: Sequence[str]) -> list[str]:
 def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
     """The config of `jobs.pretrain` with these arguments. Raises ConfigError where they make none."""
     with _composing(arguments):
-        return to_dataclass(hydra.compose("pretrain", list(arguments)))
+        return to_dataclass(hydra.compose("pretrain", as_typed(arguments)))
 
 
 def pretrain_overrides(
@@ -155,7 +204,7 @@ def pretrain_overrides(
     """
     if files:
         with _composing(given):
-            there = hydra.compose("pretrain", list(given), return_hydra_config=True).hydra.runtime.choices
+            there = hydra.compose("pretrain", as_typed(given), return_hydra_config=True).hydra.runtime.choices
         given = [*(f"{group}={file}" for group, file in files.items() if there.get(group) != file), *given]
     before = to_dict(pretrain_config(given))
     plain, known = dict(_leaves(before)), set(_keys(before))
@@ -181,7 +230,7 @@ def _composing(arguments: Sequence[str]) -> Iterator[None]:
     """For hydra.compose of `pretrain`; what is wrong with its arguments becomes a ConfigError."""
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     try:
-        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"), _texts_alone():
             yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
