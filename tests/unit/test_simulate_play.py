@@ -14,7 +14,7 @@ from regrow.simulate.inputs import Figure, Inputs
 from regrow.simulate.play import BEGIN, Played, play
 from regrow.simulate.report import page_of, sweep
 from regrow.simulate.study import compare
-from regrow.simulate.world import inputs_of
+from regrow.simulate.world import inputs_of, job_of, settled_for, verify_share
 from support.simulating import AT_16K, configured, on_64_nodes, rates, some_faults
 from support.simulating import inputs as configured_inputs
 
@@ -106,6 +106,26 @@ def test_both_engines_count_what_verifications_cost_and_the_settings_decide_it()
     assert configured_inputs(*cluster)["verify_share"] == 0.0
     found = configured_inputs(*cluster, "cluster.verify_every_steps=100")["verify_share"]
     assert found == pytest.approx(1 / (100 * (16 + 15 / 4)))
+
+
+def test_what_verifications_cost_is_a_pass_of_the_slices_that_the_run_settles() -> None:
+    """All seven of a unit in one, where nothing is said of them: a step is twice as long each tenth time."""
+    cluster, verified = ("+cluster=h100x64", "model=1b"), "cluster.verify_every_steps=10"
+    assert configured_inputs(*cluster, verified)["verify_share"] == pytest.approx(1 / 10)
+    assert configured_inputs(*cluster, verified, "parallel.slices_per_pass=1")["verify_share"] == pytest.approx(1 / 70)
+    of_half = configured_inputs(*cluster, verified, "simulate.gpus=32")  # two passes of seven
+    assert of_half["verify_share"] == pytest.approx(1 / 20)
+    no_such_units = configured_inputs(*cluster, verified, "simulate.unit_gpus=8")  # 8 units have 56 slices each
+    assert no_such_units["verify_share"] == pytest.approx(1 / 560)
+
+
+def test_what_verifications_cost_a_pipeline_is_the_same_whether_its_stages_are_asked_for_or_settled() -> None:
+    cluster = ("+cluster=h100x16384", "model=405b", "cluster.verify_every_steps=100")
+    asked, left = configured(*cluster), configured(*cluster, "parallel.pp=0", "parallel.least_pp=0")
+    assert asked.parallel.pp == 16
+    job = job_of(asked)
+    shares = [verify_share(each, job, settled_for(each, job)) for each in (asked, left)]
+    assert shares == pytest.approx([1 / (100 * (16 + 15 / 4))] * 2)
 
 
 def test_what_is_assumed_of_communicators_covers_the_longest_axis_of_a_cluster_that_is_shipped() -> None:

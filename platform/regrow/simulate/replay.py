@@ -34,7 +34,7 @@ from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy
 from regrow.simulate.play import Player, leave
 from regrow.simulate.profile import Profile, lost_steps
 from regrow.simulate.run_logs import RunLogs, arrivals, faults_of
-from regrow.simulate.world import verify_share
+from regrow.simulate.world import settled_for, verify_share
 
 DRAWN = (  # figures that a Player asks for, and that are drawn here
     *("restore_s", "durable_back_s", "join_s", "communicators_s", "communicators_power", "form_base_s", "build_s"),
@@ -437,7 +437,7 @@ def _inputs(profile: Profile, config: PretrainConfig, nodes: int | None, per_nod
     full_s = profile.usual_s.get(ranks) or fmean(profile.usual_s.values())
     values: dict[str, float] = {}
     values |= {"step_s": full_s, "nodes_rack": 1.0, "communicators_gpus": 1.0}
-    values["verify_share"] = verify_share(config, job)
+    values["verify_share"] = verify_share(config, job, settled_for(config, job))
     values["snapshot_every_steps"], values["lost_committed_steps"] = lost_steps(profile)
     values |= dict.fromkeys(DRAWN, 0.0)
     figures = {name: Figure(value, Origin.measured, profile.source) for name, value in values.items()}

@@ -5,18 +5,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from regrow.config.check import check_finite, check_plan, topologies, world_sizes
+from regrow.config.check import check_finite, check_plan, topologies, topology_of, world_sizes
 from regrow.config.plain import CONF_DIR, parse_yaml
 from regrow.config.schema import PolicyConfig, PretrainConfig, SimulateConfig, SimulateJobConfig
 from regrow.config.snapshots import fixed_every_steps, takes_snapshots
 from regrow.config.spares import num_beyond, parks
-from regrow.config.stages import stages_per_rank
 from regrow.control.health import WHERE_AGAIN_S
 from regrow.control.phases import BEYOND_S, FACTOR
 from regrow.control.spacing import FIRST
 from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.estimate import Forecast, forecast, gpu_of, network_of
-from regrow.forecast.settle import settled
+from regrow.forecast.settle import C, settled
 from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, parse_figure
 from regrow.simulate.profile import Profile
 
@@ -37,6 +36,7 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
     job = job_of(config)
     if not simulate.policy:
         raise ConfigError("simulate.policy is empty; choose some, as simulate/policy=[in_place,restart]")
+    of_run = settled_for(config, job)
     full = _forecast(config)
     base = _faults(simulate) | {"step_s": _step(full)} | _figures(simulate.figures, "simulate.figures")
     found = []
@@ -44,7 +44,7 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
         figures = base | _figures(policy.figures, f"simulate.policy.{name}.figures")
         copies = policy.copies_lost_at
         if name == OWN:
-            decided, given = _of_settings(config, job, figures, full), _given(simulate)
+            decided, given = _of_settings(config, job, figures, full, of_run), _given(simulate)
             figures |= {each: figure for each, figure in decided.items() if each not in given}
             copies = config.snapshot.copies + 1
             if simulate.domains if simulate.domains is not None else config.snapshot.domain_label is not None:
@@ -225,7 +225,11 @@ def _given(simulate: SimulateConfig) -> list[str]:
 
 
 def _of_settings(
-    config: SimulateJobConfig, job: Job, figures: Mapping[str, Figure], full: Forecast | None
+    config: SimulateJobConfig,
+    job: Job,
+    figures: Mapping[str, Figure],
+    full: Forecast | None,
+    of_run: PretrainConfig | None,
 ) -> dict[str, Figure]:
     """What the run's own settings decide of regrow's figures."""
     cluster, found = config.cluster, {"snapshot_every_steps": _spacing(config, full)}
@@ -245,18 +249,35 @@ def _of_settings(
     if cluster.verify_every_steps > 0:
         seconds = cluster.verify_every_steps * figures["step_s"].value
         found["sdc_unnoticed_s"] = Figure(seconds, Origin.assumed, "cluster.verify_every_steps x step_s")
-        share = verify_share(config, job)
+        share = verify_share(config, job, of_run)
         source = "a micro-batch more each cluster.verify_every_steps; gloo had up to twice as much"
         found["verify_share"] = Figure(share, Origin.assumed, source, low=share, high=2 * share)
     return found
 
 
-def verify_share(config: PretrainConfig, job: Job) -> float:
-    """Of the time of a step without one, what verifications add to each: a micro-batch more each so many steps."""
+def settled_for(config: C, job: Job) -> C | None:
+    """As a run of it is settled, with the job's slices; None where a group of so many GPUs has other units, or none."""
+    with contextlib.suppress(RegrowError):
+        made, _ = settled(config)
+        slice_seqs = made.optim.global_batch_seqs // made.optim.num_slices
+        optim = replace(made.optim, num_slices=job.num_slices, global_batch_seqs=slice_seqs * job.num_slices)
+        made = replace(made, optim=optim)
+        group = topology_of(made, job.gpus)
+        if group.mesh.world_size == job.unit_gpus * group.batch.world_size:
+            return made
+    return None
+
+
+def verify_share(config: PretrainConfig, job: Job, of_run: PretrainConfig | None) -> float:
+    """Of the time of a step without one, what verifications add to each: a micro-batch more each so many steps, which
+    costs a pipeline no filling. `of_run`: of `settled_for`; without it a micro-batch is a slice.
+    """
     every_steps = config.cluster.verify_every_steps
-    passes = math.ceil(math.ceil(job.num_slices / job.units) / job.slices_per_pass)
-    filling = (max(1, config.parallel.pp) - 1) / stages_per_rank(config.parallel)  # of a pipeline, and draining
-    return 1 / (every_steps * (passes + filling)) if every_steps else 0.0
+    passes, bubble = math.ceil(job.num_slices / job.units), 0.0
+    if of_run is not None:
+        group = topology_of(of_run, job.gpus)
+        passes, bubble = group.batch.num_micro_batches, group.bubble_share
+    return (1 - bubble) / (every_steps * passes) if every_steps else 0.0
 
 
 def _asked(simulate: SimulateConfig, inputs: Inputs) -> dict[str, Figure]:
