@@ -235,9 +235,17 @@ def test_what_a_group_trained_is_no_time_to_form_the_next_where_one_rollback_too
     assert lives[1:3] == [(T0 + 112, T0 + 712), (T0 + 724, T0 + 734)]
 
 
-@pytest.mark.parametrize(("behind_s", "between_s"), [(0.0, 86400.0 - 112.0), (90000.0, 0.0)])
+@pytest.mark.parametrize(
+    ("behind_s", "between_s", "told"),
+    [
+        (0.0, 86400.0 - 112.0, {"spans", "heard_at"}),
+        (90000.0, 0.0, {"spans", "heard_at"}),
+        (0.0, 86400.0 - 112.0, {"heard_at"}),  # older logs
+        (0.0, 86400.0 - 112.0, set[str]()),
+    ],
+)
 def test_steps_of_two_jobs_that_one_rollback_took_back_were_done_again_and_the_day_between_was_not(
-    behind_s: float, between_s: float
+    behind_s: float, between_s: float, told: set[str]
 ) -> None:
     """A day without a job was `recompute`. Where the second job's clock is behind, its own steps move alone."""
     day = 86400.0 - behind_s  # by the second job's clock
@@ -255,13 +263,43 @@ def test_steps_of_two_jobs_that_one_rollback_took_back_were_done_again_and_the_d
         generation(3, day + 36, 4, 50, "worker_died", init_s=3.0, restore_s=1.0, recomputed_steps=70),
         event("stopped", day + 136, step=150, reason="finished"),
     ]
+    without = {"spans", "heard_at"} - told
+    events = [{key: value for key, value in each.items() if key not in without} for each in events]
     report = build_report(first[:50] + again, events, now=T0 + 1e6, config=config())
     assert_adds_up(report)
-    assert report["time_s"]["recompute"] == pytest.approx(70.0, abs=1e-5)
+    waited_s = 0.0 if told else 2.0  # of the first job for its end
+    assert report["time_s"]["recompute"] == pytest.approx(70.0 + waited_s, abs=1e-5)
     assert report["time_s"]["down"] == pytest.approx(between_s + 2.0, abs=1e-5)
     assert report["lost_s"] == pytest.approx(
-        {"start": 10.0, "resume": between_s + 10.0, "worker_died": 70.0 + 6.0}, abs=1e-5
+        {"start": 10.0, "resume": between_s + 10.0, "worker_died": 70.0 + waited_s + 6.0}, abs=1e-5
     )
+
+
+def test_jobs_without_a_step_between_those_that_a_rollback_took_back_are_none_of_it() -> None:
+    """Of an older log, which tells of one span: the second job had a group, and no step."""
+    taken = [make_row(step, T0 + 10 + step, 1.0) for step in range(51, 101)]
+    taken += [make_row(100 + step, T0 + 6010 + step, 1.0, 3) for step in range(1, 21)]
+    whole = rolled_back(6034, 4, 50, taken)
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 4, 0, "start", init_s=10.0, restore_s=0.0),
+        event("submitted", 3000, heard_at=T0 + 110),
+        generation(2, 3010, 4, 100, "resume", init_s=9.0, restore_s=1.0),
+        event("stopped", 3020, step=100, reason="failed"),
+        event("submitted", 6000, heard_at=T0 + 110),
+        generation(3, 6010, 4, 100, "resume", init_s=9.0, restore_s=1.0),
+        event("failure", 6030, cause="worker_died", generation=3),
+        {key: value for key, value in whole.items() if key != "spans"},
+        generation(4, 6034, 4, 50, "worker_died", init_s=4.0, restore_s=0.0),
+        event("stopped", 6044, step=60, reason="interrupted"),
+    ]
+    metrics = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 51)]
+    metrics += [make_row(50 + step, T0 + 6034 + step, 1.0, 4) for step in range(1, 11)]
+    report = build_report(metrics, events, now=T0 + 1e6, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["recompute"] == pytest.approx(70.0)
+    attempts = History.of_logs(metrics, events).ledger(T0 + 1e6).attempts
+    assert [each.first_step_begin for each in attempts] == [T0 + 10, None, T0 + 6010, T0 + 6034]
 
 
 def test_a_run_resumed_after_its_driver_was_killed_counts_the_time_between_as_down() -> None:

@@ -142,7 +142,7 @@ def on_one_clock(rows: Sequence[Row], events: Sequence[Event]) -> tuple[list[Row
         offset = behind - earliest if begun < heard else 0.0
         begin = max(behind, min(begun, asked.time if asked else math.inf) + offset)
         for event in job:
-            event = _later(event, offset, "time", "since")
+            event = _later(_later(event, offset, "time", "since"), of_rows, "heard_at")
             if isinstance(event, Rollback):  # it tells of rows: of another job's where its own has no group yet
                 found.append(_later(_spans_later(event, offsets), of_rows, *ROW_TIMES))
                 continue
@@ -246,20 +246,45 @@ def _step_intervals(rows: Sequence[Row], events: Sequence[Event]) -> tuple[Float
 def _undone(events: Sequence[Event]) -> list[tuple[float, float, int]]:
     """From, to, and the generation that took back what was done between them; from where each first step truly began.
 
-    Of each generation whose rows a rollback took back. Older logs do not tell these apart.
+    Of each generation whose rows a rollback took back; older logs do not tell these apart, but for jobs.
     """
-    found, validations = [], of_kind(events, Validation)
+    found, validations, between = [], of_kind(events, Validation), _between_jobs(events)
     validated = [event.time for event in validations]
     for rollback in of_kind(events, Rollback):
-        whole = {name: getattr(rollback, name) for name in ROW_TIMES}
-        for begin, first_end, last in map(itemgetter(*ROW_TIMES), rollback.spans or [whole]):
-            if begin is None or last is None:
-                continue
+        for begin, first_end, last in _spans(rollback, between):
             at = bisect_left(validated, begin)
             for event in validations[at : at + 1]:
                 seconds = positive(event.seconds)
-                begin -= seconds if event.time - seconds / 2 <= (first_end or begin) else 0.0
+                begin -= seconds if event.time - seconds / 2 <= first_end else 0.0
             found.append((begin, last, rollback.generation))
+    return found
+
+
+def _spans(rollback: Rollback, between: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """When the first step of each span began and ended, and its last one ended. `between`: see `_between_jobs`."""
+    if rollback.spans:
+        return [itemgetter(*ROW_TIMES)(span) for span in rollback.spans]
+    begin, last = rollback.first_time, rollback.last_time
+    if begin is None or last is None:
+        return []
+    found, first_end = [], rollback.first_step_end or begin
+    first = bisect_right(between, begin, key=itemgetter(1))
+    for end, anew in between[first : bisect_right(between, last, key=itemgetter(1))]:
+        if begin < end:
+            found.append((begin, first_end, end))
+        begin = first_end = anew
+    return [*found, (begin, first_end, last)]
+
+
+def _between_jobs(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """From where each job was last heard to where the next one's first group was ready, in order."""
+    found, heard = list[tuple[float, float]](), None
+    for before, event in itertools.pairwise(events):
+        if isinstance(event, Submitted) and heard is None:
+            heard = max(event.heard_at or before.time, found[-1][1] if found else -math.inf)
+        elif isinstance(event, Generation) and heard is not None:
+            found.append((heard, event.time))
+            heard = None
     return found
 
 
