@@ -19,6 +19,7 @@ from regrow.control.cadence import FIRST_AFTER_STEPS, Cadence
 from regrow.record.events import FAILURES, GRACEFUL, Cause, Event, Rollback, from_row
 from regrow.record.history import KEPT_S, History
 from regrow.record.ledger import STATES
+from regrow.record.status import whole_checkpoints
 from regrow.record.work import RATIOS
 from regrow.show import prometheus as module
 from regrow.show.prometheus import FAMILIES, INCIDENTS, Figures, RunMetrics
@@ -351,6 +352,28 @@ def test_a_checkpoint_that_is_found_damaged_is_the_newest_one_no_longer() -> Non
     assert seen[2:] == [(10, 100), (None, 5), (20, 200), (30, 300), (30, 300), (20, 200), (20, 260)]
     again = make_figures(events, T0 + 400)
     assert (value(again, "checkpoint_step"), value(again, "last_checkpoint_timestamp_seconds") - T0) == (20, 260)
+
+
+def test_a_checkpoint_that_a_run_went_back_before_is_none_any_more() -> None:
+    """As after a corruption; what is undone was not trained since the one that it went back to. From memory it goes
+    back to a step between two."""
+    events = [
+        event("submitted", time=T0),
+        generation(1, time=T0 + 10),
+        event("checkpoint", step=20, time=T0 + 211),
+        event("checkpoint", step=50, time=T0 + 511),
+        event("corruption", step=60, units=[1], ranks=[1], nodes=["n"], verified_step=40, time=T0 + 615),
+        event("failure", cause="corrupted", generation=1, time=T0 + 615),
+    ]
+    for start_step, seen in ((20, (20, 620)), (40, (20, 216)), (0, (None, 620)), (60, (50, 516)), (50, (50, 516))):
+        begun = [*events, generation(2, start_step, "corrupted", time=T0 + 620)]
+        live, again = make_figures(), make_figures(begun, T0 + 630)
+        for each in begun:
+            live.event(each, each.time)
+        for figures in (live, again):
+            step = figures.values.get(("regrow_checkpoint_step", ""))
+            assert (step, value(figures, "last_checkpoint_timestamp_seconds") - T0) == seen
+        assert [each.step for each in whole_checkpoints(begun)][-1:] == [step] * (step is not None)
 
 
 def test_what_is_safe_is_known_by_step_and_time() -> None:

@@ -7,11 +7,11 @@ that its processes are gone, `stalled` that they are there and no step comes, th
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from regrow.record.events import (
     Checkpoint,
@@ -38,6 +38,8 @@ from regrow.record.history import History, Interruption
 from regrow.record.ledger import SILENCE_S, is_sign_of_life, of_kind
 from regrow.record.log import encode, is_number, positive
 from regrow.storage import split_location
+
+Kept = TypeVar("Kept")
 
 START_SILENCE_S = 600.0  # while a group starts or forms, which writes nothing: nodes may have to come first
 GONE_S = 15.0  # without a word and with the run's lock free: long enough to start the coordinator anew
@@ -301,19 +303,25 @@ def _alive_at(history: History, formed: int) -> float:
 
 
 def whole_checkpoints(events: Iterable[Event]) -> list[Checkpoint]:
-    """What was committed, in order, but for what turned out to be of no use since: as it was read back, as it was
-    to be restored, or as a group began before it."""
+    """Those that `keep_whole` keeps of these events, in the order in which they were committed."""
     kept: dict[int, Checkpoint] = {}
     for event in events:
-        match event:
-            case Checkpoint() if is_number(event.step):
-                kept.pop(event.step, None)
-                kept[event.step] = event
-            case CheckpointDamaged() | CheckpointFailed():
-                kept.pop(event.step, None)
-            case Generation() if is_number(event.start_step):
-                kept = {step: each for step, each in kept.items() if step <= event.start_step}
+        keep_whole(kept, event, lambda checkpoint: checkpoint)
     return list(kept.values())
+
+
+def keep_whole(kept: dict[int, Kept], event: Event, made: Callable[[Checkpoint], Kept]) -> None:
+    """Add what was committed, by its step and behind the others, and drop what turned out to be of no use since: as it
+    was read back, as it was to be restored, or as a group began before it. `made`: what is kept of a checkpoint."""
+    match event:
+        case Checkpoint() if is_number(event.step):
+            kept.pop(event.step, None)
+            kept[event.step] = made(event)
+        case CheckpointDamaged() | CheckpointFailed():
+            kept.pop(event.step, None)
+        case Generation() if is_number(event.start_step):
+            for step in [step for step in kept if step > event.start_step]:
+                del kept[step]
 
 
 def _suspects(history: History) -> list[Suspicion]:

@@ -26,7 +26,6 @@ from regrow.record.events import (
     SUSPICIONS,
     Cause,
     Checkpoint,
-    CheckpointDamaged,
     CheckpointFailed,
     Event,
     Failure,
@@ -44,6 +43,7 @@ from regrow.record.history import History
 from regrow.record.ledger import STATES
 from regrow.record.log import is_number
 from regrow.record.relative import without_lists
+from regrow.record.status import keep_whole
 from regrow.record.work import RATIOS
 
 PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
@@ -140,8 +140,8 @@ FAMILIES = {
         Family("regrow_checkpoint_step", "the newest one's"),
         Family("regrow_checkpoint_interval_seconds", "expected between two, or to the first one, at the present pace"),
         Family("regrow_last_checkpoint_timestamp_seconds",
-               "when it was committed, and later by what passed without a group; before it, when the job was "
-               "submitted or its first group formed"),
+               "when it was committed, or the run went back to it from beyond later ones, and later by what passed "
+               "without a group; before it, when the job was submitted or its first group formed"),
         # what this costs
         Family("regrow_metrics_cpu_seconds_total", "CPU time of keeping and handing over these figures"),
     )
@@ -303,6 +303,8 @@ class Figures:
             self._move_on("regrow_last_snapshot_timestamp_seconds", idle_s, now)
             self._whole = {step: min(now, at + idle_s) for step, at in self._whole.items()}
             self._idle_since = None
+        newest = next(reversed(self._whole), None)
+        keep_whole(self._whole, event, lambda checkpoint: checkpoint.time)
         match event:
             case Submitted():
                 self._set("regrow_submitted_timestamp_seconds", event.time)
@@ -314,6 +316,8 @@ class Figures:
                 self._set("regrow_step", event.step)
                 self._set("regrow_target_steps", event.step)
             case Generation():
+                if newest not in self._whole and event.start_step in self._whole:
+                    self._whole[event.start_step] = now  # what was trained since is undone
                 self._set("regrow_generation", event.generation)
                 self._set("regrow_world_size", event.world_size)
                 if self._takes_snapshots:
@@ -323,11 +327,6 @@ class Figures:
             case Forming() | Failure() | Stopped():
                 self._set("regrow_world_size", 0)
                 self._idle_since = now if self._idle_since is None else self._idle_since
-            case Checkpoint():
-                self._whole.pop(event.step, None)
-                self._whole[event.step] = event.time
-            case CheckpointFailed() | CheckpointDamaged():  # perhaps committed before, and not as it was written
-                self._whole.pop(event.step, None)
         step, committed_at = next(reversed(self._whole.items()), (None, None))
         for name, value in ("checkpoint_step", step or None), ("last_checkpoint_timestamp_seconds", committed_at):
             self.values.pop((f"regrow_{name}", ""), None)
