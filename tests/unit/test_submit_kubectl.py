@@ -23,7 +23,7 @@ from regrow.submit.render import Code
 from regrow.submit.submit import check_in_git
 from support.kubernetes import FAILED, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.kubernetes import REFUSED as REFUSED_CONNECTION
-from support.submission import CODE, compose
+from support.submission import CODE, compose, rendered
 
 ROOT = Path(__file__).parents[2]
 
@@ -318,6 +318,8 @@ REFUSED = [
     (["run.storage_path=runs"], CODE, "run.storage_path=runs is relative to this checkout"),
     (["run.storage_path=s3://example.com/runs"], CODE, "is a placeholder"),
     (["run.storage_path=/mnt/runs"], CODE, "set submit.volume_claim"),
+    (["run.storage_path=file:///mnt/runs"], CODE, "set submit.volume_claim"),
+    (["run.storage_path=file://runs"], CODE, "run.storage_path=file://runs is relative to this checkout"),
     (["data.source=/home/me/corpus"], CODE, "data.source=/home/me/corpus is nowhere in the pods"),
     (["data.source=file:///home/me/a.txt"], CODE, "data.source=file:///home/me/a.txt is nowhere in the pods"),
     (["data.tokenizer='~/tokenizer.json'"], CODE, "data.tokenizer=~/tokenizer.json is nowhere in the pods"),
@@ -343,6 +345,17 @@ def test_what_is_filled_in_is_not_refused() -> None:
     check_may_apply(compose(READY), CODE)
     check_may_apply(compose([*READY, TAGGED]), CODE)
     check_may_apply(compose([*READY, *MOUNTED]), CODE)
+
+
+def test_a_folder_that_is_named_by_a_uri_is_mounted_by_its_path() -> None:
+    config, manifests = rendered([*READY, "run.storage_path=file:///mnt/runs", "submit.volume_claim=runs"])
+    check_submit(config)
+    check_may_apply(replace(config, data=replace(config.data, source="/mnt/runs/corpus/*.parquet")), CODE)
+    (worker,) = manifests[-1]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    mounts = worker["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert {"name": "storage", "mountPath": "/mnt/runs"} in mounts
+    with pytest.raises(ConfigError, match=r"cannot be mounted at run\.storage_path=file:///tmp,"):
+        check_submit(compose([*READY, "run.storage_path=file:///tmp", "submit.volume_claim=runs"]))
 
 
 @pytest.mark.parametrize(

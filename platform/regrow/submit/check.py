@@ -17,7 +17,7 @@ from regrow.config.ray_health import LEAST_S
 from regrow.config.schema import DataConfig, Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
 from regrow.storage import is_remote
-from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes
+from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes, storage_path
 from regrow.submit.render import MAX_NAME, Code, autoscales, image_of, job_name
 
 # names as Kubernetes takes them
@@ -87,12 +87,13 @@ def check_submit(config: SubmitJobConfig) -> None:
             f"submit.rack_label={submit.rack_label} cannot become snapshot.domain_label={label} of Ray's nodes; "
             "set snapshot.domain_label=rack, or submit.rack_label=null"
         )
-    if submit.volume_claim is not None and not config.run.storage_path.startswith("/"):
+    path = storage_path(config)
+    if submit.volume_claim is not None and not path.startswith("/"):
         raise ConfigError(
             f"submit.volume_claim={submit.volume_claim} is mounted at run.storage_path, which must be an absolute "
             f"path, not {config.run.storage_path}"
         )
-    if submit.volume_claim is not None and posixpath.normpath("/" + config.run.storage_path.lstrip("/")) in TAKEN:
+    if submit.volume_claim is not None and posixpath.normpath("/" + path.lstrip("/")) in TAKEN:
         raise ConfigError(
             f"submit.volume_claim={submit.volume_claim} cannot be mounted at run.storage_path="
             f"{config.run.storage_path}, where the pods have something else; name another folder"
@@ -189,7 +190,7 @@ def check_may_apply(config: SubmitJobConfig, code: Code) -> None:
         )
     check_storage(config)
     submit = config.submit
-    if "://" not in config.run.storage_path and submit.volume_claim is None:
+    if not is_remote(config.run.storage_path) and submit.volume_claim is None:
         raise ConfigError(
             f"run.storage_path={config.run.storage_path} is a folder that the pods do not share; set "
             "submit.volume_claim to a PersistentVolumeClaim to be mounted there, or run.storage_path to a URI (s3://BUCKET/FOLDER)"
@@ -205,7 +206,7 @@ def places_read(data: DataConfig) -> list[tuple[str, str | None]]:
 
 def _check_places(config: SubmitJobConfig) -> None:
     """Whether pods have the local folders and files that the run is given."""
-    data, mounted = config.data, [config.run.storage_path] if config.submit.volume_claim else []
+    data, mounted = config.data, [storage_path(config)] if config.submit.volume_claim else []
     written = [("data.cache_dir", data.cache_dir), ("parallel.compile_cache", config.parallel.compile_cache)]
     for settings, places in ((places_read(data), [*mounted, IMAGE]), (written, [*mounted, "/tmp"])):
         for setting, place in settings:
@@ -230,7 +231,7 @@ def check_storage(config: SubmitJobConfig) -> None:
     path = config.run.storage_path
     if PLACEHOLDER.search(path):
         raise ConfigError(f"run.storage_path={path} is a placeholder; name your own")
-    if "://" not in path and not path.startswith("/"):
+    if not is_remote(path) and not storage_path(config).startswith("/"):
         raise ConfigError(
             f"run.storage_path={path} is relative to this checkout; set it to a URI (s3://BUCKET/FOLDER) or to an "
             "absolute path that all nodes share"

@@ -296,10 +296,15 @@ def _pod_security() -> Fields:
     }
 
 
+def storage_path(config: PretrainConfig) -> str:
+    """Of runs: a path where it is local, else a URI."""
+    return config.run.storage_path.removeprefix("file://")
+
+
 def _mounts(config: PretrainConfig, submit: SubmitConfig) -> list[Fields]:
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]
     if submit.volume_claim:
-        mounts.append({"name": "storage", "mountPath": config.run.storage_path})
+        mounts.append({"name": "storage", "mountPath": storage_path(config)})
     return mounts
 
 
