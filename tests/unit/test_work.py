@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import PipelineSchedule, PretrainConfig
+from regrow.plan.pipeline import Stages
+from regrow.plan.topology import plan_topology
 from regrow.record.history import History
 from regrow.record.work import slow_times, work_of
 from regrow.show.report import as_mapping, build_report
@@ -119,6 +121,24 @@ def test_units_are_what_shares_a_slice(parallel: dict[str, int], size: int, full
     assert found["effective"] == pytest.approx(share, abs=1e-6)
 
 
+@pytest.mark.parametrize("per_rank", [1, 2])
+@pytest.mark.parametrize("slices_per_pass", [0, 1, 4])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_size_that_never_trained_is_measured_as_the_plan_has_it(pp: int, slices_per_pass: int, per_rank: int) -> None:
+    """The micro-batches that fill a pipeline are passes: 64 slices are 8 of 32 ranks in four stages, in two passes."""
+    stages = Stages(pp, tuple(range(stage, stage + 1) for stage in range(pp * per_rank))) if pp > 1 else None
+    full, shrunk = (
+        plan_topology(size, num_slices=64, slices_per_pass=slices_per_pass, stages=stages).step_cost
+        for size in (32, 28)
+    )
+    made = config(32, 64, pp=pp, slices_per_pass=slices_per_pass)
+    if per_rank > 1:
+        made.parallel.schedule, made.parallel.stages_per_rank = PipelineSchedule.interleaved, per_rank
+    events = [event("submitted", 0, max_workers=32), event("stopped", 60, step=20)]
+    found = report(steps(1, 20, 0, 3.0, 1, world_size=28), events, made)
+    assert found["effective"] == pytest.approx(full / shrunk, abs=1e-6)
+
+
 def test_each_job_of_a_run_is_measured_by_what_it_asked_for() -> None:
     """Resumed with half as many ranks: what it did before and since was all that it could."""
     events = [
@@ -130,7 +150,25 @@ def test_each_job_of_a_run_is_measured_by_what_it_asked_for() -> None:
         event("stopped", 90, step=20, reason="finished"),
     ]
     rows = steps(1, 10, 0, 3.0, 1) + steps(11, 20, 30, 6.0, 2, world_size=2)
-    assert report(rows, events, config(max_workers=2))["effective"] == pytest.approx(1.0)
+    found = report(rows, events, config(max_workers=2))
+    assert found["effective"] == pytest.approx(1.0)
+    assert found["capacity_goodput"] == pytest.approx(1.0)
+
+
+def test_ranks_that_only_a_later_job_asked_for_were_not_absent_before() -> None:
+    """The first of two jobs counted for an eighth, and its own absent ranks for next to nothing."""
+    events = [
+        event("submitted", 0, max_workers=8),
+        generation(1, 0, 8, 0, "start", init_s=0.0, restore_s=0.0),
+        event("stopped", 100, step=100, reason="stop_at_step"),
+        event("submitted", 100, max_workers=64),
+        generation(2, 100, 64, 100, "resume", init_s=0.0, restore_s=0.0),
+        event("stopped", 200, step=200, reason="finished"),
+    ]
+    second = steps(101, 200, 100, 1.0, 2, world_size=64)
+    for first, capacity in ((8, 1.0), (4, 0.75)):
+        rows = steps(1, 100, 0, 1.0, 1, world_size=first) + second
+        assert report(rows, events, config(64, 64))["capacity_goodput"] == pytest.approx(capacity)
 
 
 def test_a_slow_half_of_a_run_does_not_become_what_is_usual() -> None:

@@ -60,11 +60,13 @@ class StepTimes:
     num_slices: int
     units: Units
     stages_per_rank: int = 1
+    slices_per_pass: int = 1
 
     def cost(self, size: int) -> float:
-        """How long a step takes by the plan, in the time of one slice through all blocks; see `Topology.step_cost`."""
-        pp, slices = self.units.pp(size), math.ceil(self.num_slices / self.units.count(size))
-        return slices / pp / (1 - bubble_share(pp, self.stages_per_rank, slices)) if pp > 1 else float(slices)
+        """How long a step takes by the plan, in the time of one slice through all blocks; see `Topology.step_cost`.
+        Stages count as even."""
+        pp, batch = self.units.pp(size), BatchPlan(self.num_slices, self.units.count(size), self.slices_per_pass)
+        return batch.most_slices / pp / (1 - bubble_share(pp, self.stages_per_rank, batch.num_micro_batches))
 
     def seconds(self, size: int) -> float | None:
         """The median, of a size that is laid out to take as long, or scaled by the plan from the most similar one."""
@@ -80,8 +82,9 @@ def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config
     rows, events = on_one_clock(rows, events)
     wall_s = ledger.end - ledger.begin
     times = step_times(ledger, rows, events, config)
-    capacity_goodput = _capacity_goodput(ledger, rows, times.units, config)
-    sizes = list(_full_sizes(rows, events, config))
+    asked = list(_asked(rows, events, config))
+    capacity_goodput = _capacity_goodput(ledger, rows, asked, times.units, config)
+    sizes = list(_full_sizes(rows, asked, config))
     full_s = {size: times.seconds(size) for size in set(sizes)}
     if times.measured == {} or wall_s <= 0:
         return Work(capacity_goodput=capacity_goodput)
@@ -105,16 +108,17 @@ def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config
     )
 
 
-def _capacity_goodput(ledger: Ledger, rows: Sequence[Row], units: Units, config: Mapping[str, Any]) -> float | None:
+def _capacity_goodput(
+    ledger: Ledger, rows: Sequence[Row], asked: Sequence[int], units: Units, config: Mapping[str, Any]
+) -> float | None:
     """Productive seconds weighted by the share of the ranks asked for that was there and not idle, over wall time."""
     num_slices, wall_s = _group(config, "optim").get("num_slices"), ledger.end - ledger.begin
     if num_slices is None or wall_s <= 0:
         return None
     world_sizes = [row["world_size"] for row in rows]
-    most = max([_group(config, "cluster").get("max_workers") or 1, *world_sizes])
-    share = {size: size / most * BatchPlan(num_slices, units.count(size), 1).busy_share for size in set(world_sizes)}
-    useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
-    return useful / wall_s
+    busy = {size: BatchPlan(num_slices, units.count(size), 1).busy_share for size in set(world_sizes)}
+    spent = zip(ledger.productive_s.tolist(), world_sizes, asked, strict=True)
+    return math.fsum(s * size / max(ranks, size) * busy[size] for s, size, ranks in spent) / wall_s
 
 
 def units_of(events: Sequence[Event], config: Mapping[str, Any]) -> Units:
@@ -145,7 +149,7 @@ def step_times(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], con
     interleaved = str(parallel.get("schedule") or "").endswith("interleaved")
     per_rank = int(parallel.get("stages_per_rank") or 1) if interleaved else 1
     slices = int(optim.get("num_slices") or max([1, *(row["world_size"] for row in rows)]))
-    return StepTimes(measured, slices, units_of(events, config), per_rank)
+    return StepTimes(measured, slices, units_of(events, config), per_rank, int(parallel.get("slices_per_pass") or 1))
 
 
 def firsts(rows: Sequence[Row]) -> Iterator[bool]:
@@ -186,17 +190,22 @@ def spare_ranks(config: Mapping[str, Any]) -> int:
     return spares if isinstance(spares, int) and not isinstance(spares, bool) else 0
 
 
-def _full_sizes(rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]) -> Iterator[int]:
-    """Of each row's job: the ranks that it asked for, in whole units; of one that does not tell, the most that were."""
-    parallel = _group(config, "parallel")
-    unit = int(parallel.get("tp") or 1) * int(parallel.get("cp") or 1)
+def _asked(rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]) -> Iterator[int]:
+    """The ranks that each row's job asked for; of one that does not tell, the most that were."""
     jobs = [(each.time, each.max_workers) for each in of_kind(events, Submitted) if each.max_workers]
     begins, most = [begin for begin, _ in jobs], max([1, *(row["world_size"] for row in rows)])
     configured = _group(config, "cluster").get("max_workers")
     for row in rows:
         at = bisect_right(begins, row["time"]) - 1
-        asked = (jobs[at][1] if at >= 0 else configured) or most
-        yield max(asked // unit * unit, row["world_size"])
+        yield (jobs[at][1] if at >= 0 else configured) or most
+
+
+def _full_sizes(rows: Sequence[Row], asked: Sequence[int], config: Mapping[str, Any]) -> Iterator[int]:
+    """Of each row's job: the ranks that it asked for, in whole units."""
+    parallel = _group(config, "parallel")
+    unit = int(parallel.get("tp") or 1) * int(parallel.get("cp") or 1)
+    for row, ranks in zip(rows, asked, strict=True):
+        yield max(ranks // unit * unit, row["world_size"])
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
