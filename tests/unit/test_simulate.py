@@ -29,7 +29,7 @@ from regrow.simulate.estimate import (
     passes_of,
     speeds,
 )
-from regrow.simulate.faults import DAY, Fault, draw
+from regrow.simulate.faults import DAY, Fault, draw, drawn
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy, mixed, rate_of
 from regrow.simulate.profile import Profile
 from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
@@ -336,6 +336,15 @@ def test_snapshots_k_steps_apart_cost_half_of_these_and_their_lag_a_loss_whateve
                      away_short_s=3600.0, away_short_share=1.0)  # fmt: skip
         lost = 1 - float(estimate(given, 64).effective.mean())
         assert lost == pytest.approx(2048 * rate / DAY * 6.0 * (apart / 2 + 0.5), rel=0.03)
+
+
+def test_slow_nodes_that_are_left_are_away_as_long_as_a_run_keeps_them_out() -> None:
+    settings = ("simulate.days=5", "simulate.figures.share_slow=0.25", "simulate.faults.per_node_day=0.5")
+    for seconds, asked in ((3600.0, ()), (900.0, ("cluster.quarantine_s=900",))):
+        given = inputs("+cluster=h100x64", *settings, *asked)
+        assert given.figures["slow_away_s"].source == "cluster.quarantine_s"
+        slow = [each for each in drawn(given, 0) if each.kind == "slow"]
+        assert {each.away_s for each in slow} == {seconds}
 
 
 def test_reference_worlds_have_a_snapshot_of_each_step_whatever_is_configured() -> None:

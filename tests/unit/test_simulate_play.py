@@ -181,17 +181,35 @@ def test_the_ledger_of_a_run_that_was_submitted_anew_accounts_for_the_players_ow
     assert len(submitted) == 1 + 2 + 1  # as submitted at first, two stops, a death of the head
 
 
-def test_a_slow_node_that_stays_is_left_and_comes_back_as_another_one() -> None:
-    inputs, config = on_64_nodes(step_s=30.0, spares=0)
+def test_a_slow_node_that_stays_is_left_for_a_spare_and_comes_back_as_another_one() -> None:
+    inputs, config = on_64_nodes(step_s=30.0, spares=1)
     inputs = inputs.override({"slow_evict_s": Figure(600.0)})
-    slow = Fault(100.0, "slow", 0.5, away_s=1200.0, lasts_s=9000.0, excess=1.0)
-    played = play(inputs, config, [slow], wall_s=6000.0)
+    slow = [Fault(100.0 + 2600.0 * at, "slow", 0.5, away_s=1200.0, lasts_s=9000.0, excess=1.0) for at in range(2)]
+    played, estimated = _both(inputs, config, slow, 6000.0)
     steps_s = [(row["time"] - BEGIN, row["step_s"]) for row in played.log.rows]
-    assert all(step_s == pytest.approx(60.0) for at, step_s in steps_s if 200.0 < at < 700.0)
+    assert all(step_s == pytest.approx(60.0) for at, step_s in steps_s if 200.0 < at < 700.0 or 2800.0 < at < 3300.0)
+    assert all(step_s == pytest.approx(30.0) for at, step_s in steps_s if 900.0 < at < 2700.0)
     groups = [event.to_row() for event in played.log.events if event.name == "generation"]
-    assert [each["cause"] for each in groups] == ["start", "drain", "grow"]
-    assert [each["world_size"] for each in groups] == [64, 63, 64]
+    assert [(each["cause"], each["world_size"]) for each in groups] == [("start", 64), ("drain", 64), ("drain", 64)]
     assert steps_s[-1][1] == pytest.approx(30.0)
+    assert estimated.generations.tolist() == [2]
+    assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=1.0)
+
+
+def test_a_slow_node_for_which_no_spare_waits_stays_until_it_is_as_fast_as_before() -> None:
+    """As in a run, whether there is none or it is away."""
+    slow = Fault(100.0, "slow", 0.5, away_s=1200.0, lasts_s=3000.0, excess=1.0)
+    lost = Fault(50.0, "gpu", 0.2, away_s=2000.0)
+    for spares, faults, changes in ((0, [slow], 0), (1, [lost, slow], 1)):
+        given, config = on_64_nodes(step_s=30.0, spares=spares)
+        given = given.override({"slow_evict_s": Figure(600.0)})
+        played, estimated = _both(given, config, faults, 6000.0)
+        assert [event.name for event in played.log.events].count("generation") == 1 + changes
+        assert estimated.generations.tolist() == [changes]
+        assert float(estimated.idle["slow"][0]) == pytest.approx(1500.0)
+        steps_s = [(row["time"] - BEGIN, row["step_s"]) for row in played.log.rows]
+        assert all(step_s == pytest.approx(60.0) for at, step_s in steps_s if 200.0 < at < 3000.0)
+        assert steps_s[-1][1] == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize("others", [0.5, 0.7])

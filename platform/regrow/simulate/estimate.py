@@ -235,15 +235,16 @@ def _schedule(inputs: Inputs, draws: Draws, notice: Floats, unnoticed: Floats, v
     if policy.replicas > 1:
         add(known + inputs["restart_s"] * vary, REJOIN, ref=rows, origin=draws.kind.astype(np.float64))
     evict_s = inputs["slow_evict_s"]
-    gone, lasts = draws.slow_lasts_s > evict_s, np.minimum(draws.slow_lasts_s, evict_s)
-    slow: dict[str, Floats | float] = {"where": draws.slow_where, "origin": float(ORIGINS.index("slow"))}
     slow_rows = len(draws.at) + np.broadcast_to(
         np.arange(len(draws.slow_at), dtype=np.float64)[:, None], draws.slow_at.shape
     )
-    add(draws.slow_at, SLOW, extra=draws.slow_excess, ref=slow_rows, **slow)
-    add(draws.slow_at + lasts, SLOW_ENDS, nodes=gone * 1.0, extra=draws.slow_excess, ref=slow_rows, **slow)
-    left = np.where(gone & np.isfinite(draws.slow_at), draws.slow_at + lasts + draws.slow_away_s, np.inf)
-    add(left, BACK, ref=slow_rows, origin=float(ORIGINS.index("grow")))
+    slow: dict[str, Floats | float] = {"ref": slow_rows, "where": draws.slow_where, "extra": draws.slow_excess}
+    slow["origin"] = float(ORIGINS.index("slow"))
+    left = np.where(draws.slow_lasts_s > evict_s, draws.slow_at + evict_s, np.inf)  # where a spare waits
+    add(draws.slow_at, SLOW, **slow)
+    add(left, SLOW_ENDS, nodes=1.0, **slow)
+    add(draws.slow_at + draws.slow_lasts_s, SLOW_ENDS, **slow)
+    add(left + draws.slow_away_s, BACK, ref=slow_rows, origin=float(ORIGINS.index("grow")))
     add(draws.planned, PLANNED, origin=float(ORIGINS.index("stop")))
     add(draws.head, HEAD, origin=float(ORIGINS.index("head")))
     add(np.full((1, draws.replicas), horizon), END)
@@ -306,12 +307,12 @@ class Estimating:
         """One event of each replica."""
         live, now = now <= self.horizon, np.minimum(now, self.horizon)
         self._pass(now)
-        fault, back, evict = live & (code == FAULT), live & (code == BACK), live & (code == SLOW_ENDS)
+        fault, back, ends = live & (code == FAULT), live & (code == BACK), live & (code == SLOW_ENDS)
         stop, head, rejoin = live & (code == PLANNED), live & (code == HEAD), live & (code == REJOIN)
-        hit = self._count(fault, back, live & (code == SLOW), evict, ref, nodes, where, extra)
+        hit, over = self._count(fault, back, live & (code == SLOW), ends, ref, nodes, where, extra)
         rejoin &= self.holds[ref, self.columns]
         self.out -= rejoin
-        evict = evict & (nodes > 0) & self.holds[ref, self.columns]
+        evict = over & (nodes > 0)
         can = self._possible()
         grow = back & (can > self.speed)
         change = hit | evict | stop | head | grow | rejoin
@@ -356,18 +357,18 @@ class Estimating:
     def _count(
         self, fault: Bools, back: Bools, slow: Bools, ends: Bools, ref: NDArray[np.intp], nodes: Floats, where: Floats,
         extra: Floats,
-    ) -> Bools:  # fmt: skip
-        """Which nodes are up, slow and out, after an event; whether it hits the group."""
+    ) -> tuple[Bools, Bools]:  # fmt: skip
+        """Which nodes are up, slow and out, after an event; whether it hits the group, and ends a node's slowness."""
         columns = self.columns
         first = np.floor(where * self.members)  # of the nodes that it is of: the group's, those that wait, those away
         in_group = first < np.minimum(self.used, self.healthy)
         hit = fault & in_group
         held = self.holds[ref, columns]
         begins = slow & in_group
-        leaves = ends & held
-        self.excess += extra * begins - extra * leaves
+        over = ends & held & ((nodes == 0) | (self.healthy - self.used >= nodes))  # left only for a spare
+        self.excess += extra * begins - extra * over
         self.excess = np.maximum(self.excess, 0.0)
-        took = np.where(fault, np.clip(self.healthy - first, 0, nodes), np.minimum(nodes, self.healthy) * leaves)
+        took = np.where(fault, np.clip(self.healthy - first, 0, nodes), nodes * over)
         self.healthy += self.taken[ref, columns] * back - took
         if self.inputs.policy.replicas > 1:
             again = hit & (where * 7919 % 1 < self.out / self.inputs.policy.replicas)  # of a replica that is out
@@ -375,9 +376,9 @@ class Estimating:
             self.out += hit
             begins = begins | hit
         marked = fault | slow
-        self.taken[ref, columns] = np.where(marked | leaves, took, self.taken[ref, columns])
-        self.holds[ref, columns] = np.where(marked, begins, held)
-        return hit
+        self.taken[ref, columns] = np.where(marked | over, took, self.taken[ref, columns])
+        self.holds[ref, columns] = np.where(marked, begins, held & ~over)
+        return hit, over
 
     def _possible(self) -> Floats:
         """The speed of a group of those that are up."""

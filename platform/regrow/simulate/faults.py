@@ -109,7 +109,7 @@ def _others(inputs: Inputs, replicas: int, seed: int, members: int) -> tuple[Flo
     rng, slow_at = stream("share_slow", 203, failures * inputs["share_slow"])
     lasts = inputs["slow_lasts_s"] * rng.exponential(1.0, slow_at.shape)
     excess = (inputs["slow_factor"] - 1) * rng.exponential(1.0, slow_at.shape)
-    where, away = rng.random(slow_at.shape), _away(inputs, rng, slow_at.shape)
+    where, away = rng.random(slow_at.shape), np.full(slow_at.shape, inputs["slow_away_s"])
     rng, storage_at = stream("rate_storage", 204)
     storage_lasts = inputs["storage_lasts_s"] * rng.exponential(1.0, storage_at.shape)
     return planned, head, slow_at, lasts, excess, where, away, storage_at, storage_lasts

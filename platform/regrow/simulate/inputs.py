@@ -24,7 +24,8 @@ Names end in their unit; `KINDS` are the kinds of faults:
                                                   those that are the first of their host
     verify_share                                  of the time of a step without one, what verifications add to each
     slow_factor slow_lasts_s slow_evict_s         a slow node: the job's step time over what it was, how long, and until
-                                                  it is left
+                                                  it is left, where a spare waits
+    slow_away_s                                   and until that node may join again
     stop_fixed_s stop_per_gpu_s storage_lasts_s   a planned stop; an outage of storage
     snapshot_interval_s snapshot_stall_s          between states that count where memory is not used, and their stall
     durable_back_s                                what it costs that all copies in memory are lost

@@ -468,8 +468,8 @@ def _seal(player: Player, *, at_once: bool = False) -> None:
 
 
 def _is_slow(player: Player, fault: Fault, node: _Node) -> None:
-    """Until it is as fast as before, or has slowed the group for so long that it is left."""
-    if player.run is None or node.name not in {member.node for member in player.run.members}:
+    """Until it is as fast as before, or has slowed the group for so long that it is left for a spare."""
+    if node.name not in _group(player):
         return
     evict_s = player.inputs["slow_evict_s"]
     node.excess += fault.excess
@@ -478,11 +478,18 @@ def _is_slow(player: Player, fault: Fault, node: _Node) -> None:
     def ends() -> None:
         node.excess -= fault.excess
         _slow_down(player)
-        if fault.lasts_s > evict_s and node.is_up:
-            steps_s = 3 * player.run.step_s if player.run is not None else 0.0  # it waits until the group has left
-            leave(player, [node], replace(fault, kind="host", at=0.0), max(DEADLINE_S, steps_s))
 
-    player.at(player.now + min(fault.lasts_s, evict_s), ends)
+    def leaves() -> None:
+        group = _group(player)
+        if node.name not in group or all(each.name in group for each in _in_order(player)):
+            player.at(player.now + fault.lasts_s - evict_s, ends)
+            return
+        ends()
+        steps_s = 3 * player.run.step_s if player.run is not None else 0.0  # it waits until the group has left
+        leave(player, [node], replace(fault, kind="host", at=0.0), max(DEADLINE_S, steps_s))
+
+    is_left = fault.lasts_s > evict_s
+    player.at(player.now + (evict_s if is_left else fault.lasts_s), leaves if is_left else ends)
 
 
 def _slow_down(player: Player) -> None:
@@ -515,9 +522,14 @@ def _submit_again(player: Player, why: str) -> None:
     player.ask()
 
 
+def _group(player: Player) -> list[str]:
+    """Names of the nodes that the newest group is on, in its order."""
+    return list(dict.fromkeys(member.node for member in player.run.members)) if player.run is not None else []
+
+
 def _in_order(player: Player) -> list[_Node]:
     """The nodes of the group, then those that wait."""
-    group = dict.fromkeys(member.node for member in player.run.members) if player.run is not None else {}
+    group = set(_group(player))
     whole = [node for node in player.nodes.values() if _is_whole(player, node)]
     return [node for node in whole if node.name in group] + [node for node in whole if node.name not in group]
 

@@ -36,6 +36,7 @@ BEFALLS = (
     "respawn_",
     "slow_factor",
     "slow_lasts_",
+    "slow_away_",
     "storage_",
 )
 

@@ -38,7 +38,9 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
         raise ConfigError("simulate.policy is empty; choose some, as simulate/policy=[in_place,restart]")
     of_run = settled_for(config, job)
     full = _forecast(config)
-    base = _faults(simulate) | {"step_s": _step(full)} | _figures(simulate.figures, "simulate.figures")
+    away = Figure(config.cluster.quarantine_s, Origin.assumed, "cluster.quarantine_s")
+    base = _faults(simulate) | {"step_s": _step(full), "slow_away_s": away}
+    base |= _figures(simulate.figures, "simulate.figures")
     found = []
     for name, policy in simulate.policy.items():
         figures = base | _figures(policy.figures, f"simulate.policy.{name}.figures")
