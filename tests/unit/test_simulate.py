@@ -338,6 +338,22 @@ def test_snapshots_k_steps_apart_cost_half_of_these_and_their_lag_a_loss_whateve
         assert lost == pytest.approx(2048 * rate / DAY * 6.0 * (apart / 2 + 0.5), rel=0.03)
 
 
+def test_a_host_that_computed_wrong_comes_back_unless_a_policy_keeps_it_out() -> None:
+    """As in a run, where it is in quarantine for an hour, not for good: verifying took four incidents of five away."""
+    given = ("+cluster=h100x64", "simulate.days=20", "simulate.figures.rate_head=0", "simulate.faults.planned_per_day=0")
+    found = {}
+    for name, settings in (
+        ("noticed", ()),
+        ("verified", ("cluster.verify_every_steps=100",)),
+        ("kept out", ("cluster.verify_every_steps=100", "simulate.policy.in_place.expels_corrupt=true")),
+    ):
+        of_one = replace(inputs(*given, *settings).with_values(**rates(sdc=0.5), share_slow=0.0), known=True)
+        assert of_one.policy.expels_corrupt == (name == "kept out")
+        found[name] = float(estimate(of_one, 16).generations.mean())
+    assert found["verified"] == found["noticed"] > 20
+    assert found["kept out"] < 0.5 * found["verified"]
+
+
 def test_slow_nodes_that_are_left_are_away_as_long_as_a_run_keeps_them_out() -> None:
     settings = ("simulate.days=5", "simulate.figures.share_slow=0.25", "simulate.faults.per_node_day=0.5")
     for seconds, asked in ((3600.0, ()), (900.0, ("cluster.quarantine_s=900",))):

@@ -54,10 +54,8 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
             figures |= _figures(simulate.own, "simulate.own")
             copies = simulate.own_copies_lost_at or copies
         made = _policy(name, policy, job, copies)
-        if name == OWN and not simulate.own:
-            made = replace(made, expels_corrupt=made.expels_corrupt or config.cluster.verify_every_steps > 0)
-            if not takes_snapshots(config.snapshot):
-                made = replace(made, memory=False, copies_lost_at=1 << 30)
+        if name == OWN and not simulate.own and not takes_snapshots(config.snapshot):
+            made = replace(made, memory=False, copies_lost_at=1 << 30)
         inputs = Inputs(job, made, figures, simulate.days)
         inputs = profile.applied(inputs) if profile is not None else inputs
         inputs = inputs.override(_asked(simulate, inputs))
