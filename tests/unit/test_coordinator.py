@@ -32,7 +32,7 @@ from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.slow import Spent
 from regrow.control.states import Answer, RowAnswer, Settling
-from regrow.control.values import NEVER, SnapshotAck, Version
+from regrow.control.values import NEVER, Digest, SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
 from regrow.errors import ClusterError, RegrowError, ResumeError
 from regrow.plan.mesh import Coordinates, MeshShape
@@ -300,6 +300,23 @@ def test_a_step_is_logged_shown_committed_and_becomes_a_checkpoint(coordinator: 
     until(lambda: (keeper.heard[-1].newest, keeper.heard[-1].pinned) == (Version(generation, 4), NEVER))
     assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1], "a committed step's row is there"
     until(lambda: coordinator.settle() == Settling(False, "", None, ()))  # what was written is read back
+
+
+def test_what_shows_that_a_rank_computed_wrong_is_in_the_log_before_anything_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator after this one would begin from what went wrong."""
+    made, awaited = make(tmp_path, verify_every_steps=100), list[int]()
+    try:
+        generation = generation_of(join(made, one(1), one(2, "other")))
+        made.start_training(generation, 0, {"workers": [{"node": "node"}, {"node": "other"}]})
+        monkeypatch.setattr(made.shell, "await_log", lambda: awaited.append(len(events_of(made, "corruption"))))
+        for step, wrong in ((4, 0), (5, 1)):
+            digests = tuple(Digest(rank, "0", 2, rank * wrong) for rank in range(2))
+            made.snapshots_sealed([SnapshotAck("node", Version(generation, step), (), digests=digests)])
+            assert awaited == [1] * wrong
+    finally:
+        made.shell.close()
 
 
 def test_a_coordinator_that_is_restarted_goes_on_with_the_group(

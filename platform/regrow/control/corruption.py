@@ -33,6 +33,7 @@ class Corruptions:
         self._told_alone: set[str] = set()  # nodes
         snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
         self._replicas = Replicas()
+        self.found = 0  # corruptions that were recorded
         self._undecided = 0  # times that two replicas differed, with no snapshot committed in between
         if past.limit is not None:
             self._drop_checkpoints(past.limit)  # which the one before may have died doing
@@ -174,6 +175,7 @@ class Corruptions:
 
     def _record(self, step: int, found: Finding, detail: str, waits_for: int | None = None) -> None:
         ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
+        self.found += 1
         self._out.record(
             "corruption",
             step=step,

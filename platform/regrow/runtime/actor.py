@@ -75,20 +75,31 @@ class Drained:
 
 
 class Verified:
-    """The part of the coordinator that groups call whose units verify each other."""
+    """The part of the coordinator that is told what may show that a rank computed wrong.
+
+    A coordinator after this one has to know of a corruption.
+    """
 
     shell: Shell
 
     def verified(self, generation: int, step: int, outcome: Outcome) -> None:
-        """What all units came to in the verification of a step. A coordinator after this one has to know of a
-        corruption."""
-        self.shell.tell(e.Verified(generation, step, outcome))
-        if self.trusted_step() is not None:
-            self.shell.await_log()
+        """What all units came to in the verification of a step."""
+        self._take(e.Verified(generation, step, outcome))
+
+    def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None:
+        """All of some nodes' snapshots of a step are sealed and copied; their replicas are compared."""
+        self._take(e.Sealed(reports))
 
     def trusted_step(self) -> int | None:
         """The newest step that a group may begin from, after a corruption was found; None: any."""
         return self.shell.control.corruptions.limit
+
+    def _take(self, event: e.Verified | e.Sealed) -> None:
+        corruptions = self.shell.control.corruptions
+        before = corruptions.found
+        self.shell.tell(event)
+        if corruptions.found > before:
+            self.shell.await_log()
 
 
 class Coordinator(Seats, Drained, Verified):
@@ -293,10 +304,6 @@ class Coordinator(Seats, Drained, Verified):
             _look_for_nodes(self.shell)
             self._nodes_at = time.monotonic() + NODES_S
         return cast("list[Peer]", self.shell.tell(e.NeighboursAsked(info.node, info.address)))
-
-    def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None:
-        """All of some nodes' snapshots of a step are sealed and copied."""
-        self.shell.tell(e.Sealed(reports))
 
     def complaint(self, node: str, text: str, peer: str = "", tried_s: float = 0.0) -> None:
         """A keeper cannot do what it is for; `peer`: to copy to that node, which it tried for so long."""
