@@ -116,6 +116,16 @@ def test_a_model_with_settings_that_cannot_be_given_one_by_one_reaches_the_job(c
         pretrain_config(pretrain_overrides(config))
 
 
+@pytest.mark.parametrize("name", ["debug", "150m", "8b"])
+def test_a_model_that_is_chosen_is_trained_as_it_is(name: str) -> None:
+    """Before, its width, layers and heads were those of the small one that drills train."""
+    given = ["+drill=kill_node", f"model={name}"]
+    model = pretrain_config(given[1:]).model
+    assert composed(*given).model == model
+    assert pretrain_composed(pretrain_overrides(composed(*given), chosen(given))).model == model
+    assert composed("+drill=kill_node").model.dim == 128
+
+
 def test_corpora_and_mixtures_reach_the_job() -> None:
     config = composed("+drill=kill_worker", "+data.corpora.web=/data/web")
     config = replace(config, data=replace(config.data, mixture=[MixtureStage(0, {"web": 2.5})]))

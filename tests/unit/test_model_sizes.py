@@ -16,6 +16,7 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
 # Llama 3.1 and 3.2: the safetensors metadata of Meta's repositories on Hugging Face; 1_8b: IBM's fms-fsdp; others: ours
 PUBLISHED = {
     "debug": 5_048_576,
+    "drill": 1_417_856,
     "150m": 151_908_096,
     "1b": 1_235_814_400,
     "1_8b": 1_884_391_424,
