@@ -740,6 +740,22 @@ def test_ranks_are_shown_with_what_they_spend_a_step_on_and_those_that_are_gone_
     assert value(figures, "suspects", "slow_compute") == 0
 
 
+@pytest.mark.parametrize("over", ["failure", "forming", "stopped"])
+def test_while_no_group_trains_no_rank_is_slow(over: str) -> None:
+    """A rank that had died computed slowly for as long as nodes were waited for."""
+    figures = make_figures()
+    figures.event(generation(1, time=T0 + 1), T0 + 1)
+    row, slow = {"rank": 3, "compute_s": 0.5}, [{"kind": "slow_compute"}]
+    figures.ranks([row], slow)
+    figures.event(event(over, time=T0 + 9, cause="node_silent", generation=2), T0 + 9)
+    figures.ranks([row], slow)  # of a reading that was under way
+    assert value(figures, "suspects", "slow_compute") == 0
+    assert not [key for key in figures.values if key[0] in ("regrow_rank_compute_seconds", "regrow_slowest_rank")]
+    figures.event(generation(2, 5, "node_silent", time=T0 + 20), T0 + 20)
+    figures.ranks([row], slow)
+    assert (value(figures, "slowest_rank"), value(figures, "suspects", "slow_compute")) == (3, 1)
+
+
 def test_figures_by_node_are_those_of_the_newest_reports() -> None:
     figures = make_figures()
     row = {"node": "ab" * 20, "seconds": 2.0, "check_s": 0.5, "send_s": 1.5, "bytes": 10}

@@ -10,7 +10,7 @@ from regrow.control.commands import Outbox, Record, ShowRanks
 from regrow.control.health import AT_ONCE, Health, Pulse, Stalls
 from regrow.control.membership import Member
 from regrow.control.silent import SilentKeepers
-from regrow.control.slow import Kind, SlowRanks, Suspicion, slow_node
+from regrow.control.slow import Kind, SlowRanks, Spent, Suspicion, slow_node
 from regrow.control.suspects import SHOWN, SHOWN_WHOLE, Suspects
 from support.slow_world import World
 from support.told import Told, one
@@ -379,3 +379,34 @@ def test_a_node_that_makes_the_group_larger_takes_no_slow_ones_place() -> None:
     assert with_a_slow_node(told, 400, {300: "new"}) == "grow"
     assert [each["node"] for each in told.records("suspected")] == ["node 1"]
     assert told.records("quarantine") == []
+
+
+def test_a_slow_rank_that_is_lost_is_suspected_no_longer_though_no_other_group_forms() -> None:
+    """For as long as nodes were waited for it was said to compute slowly, and its alert fired."""
+    told = Told(max_workers=3, min_workers=3)
+    three_nodes(told)
+    spent = Spent(1, step_s=1.0)
+    told.row(1)
+    told.now += 100.0
+    told.row(2)
+    (asked,) = [each for each in told.of(c.Ask) if each.question is c.Question.HEARTBEATS][-1:]
+    found = told.control.health.suspects.found
+    for rank, kind in ((1, Kind.slow_compute), (2, Kind.slow_data)):
+        suspicion = Suspicion(kind, f"node {rank}", rank, rank, told.now - 100.0, 1.3, "")
+        found[suspicion.key] = suspicion
+    told(e.Died((("node 1", 1),), 2, "worker_died", "its node is dead"))
+    (cleared,) = told.records("cleared")
+    assert (cleared["kind"], cleared["node"], cleared["rank"], cleared["recovered"]) == (
+        "slow_compute",
+        "node 1",
+        1,
+        False,
+    )
+    told.clear()
+    for rank in range(3):  # what was read before that comes now
+        pulse = Pulse(rank, 1, 2, 0.0, 0.0, "R", spent=spent)
+        told(e.Answered(asked.number, f"node {rank}", [pulse]))
+    assert told.of(c.ShowRanks) == []
+    assert [each.node for each in found.values()] == ["node 2"], "it waits"
+    told(e.GroupFailed("controller_died", "all restart", (0, 2)))
+    assert [each["node"] for each in told.records("cleared")] == ["node 2"]

@@ -236,6 +236,11 @@ class Health:
         self._to_ask.clear()
         self.suspects.begin()
 
+    def lost(self, members: Iterable[Member]) -> None:
+        """Ranks are gone; a reading that is under way has them still."""
+        self._check_up = None
+        self.suspects.lost({(member.node, member.pid) for member in members})
+
     def look_at_devices(self, step: int, now: float, nodes: Sequence[str], members: Sequence[Member]) -> None:
         """What ranks spend their time on, now and then; how GPUs are, after probes and with a group's first step.
 

@@ -72,8 +72,7 @@ class Losses:
             return
         known = {(each.node, each.pid): each for each in [*membership.current, *membership.waiting.values()]}
         if event.cause == Cause.worker_hung:  # they are to go
-            new = gone - self.ended
-            self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(new))
+            self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(gone - self.ended))
         self.ended |= gone
         self.troubles.forget(gone)
         dead = [known[each].id for each in event.processes if each in known]
@@ -136,6 +135,7 @@ class Losses:
         self.enter(Waiting(), now)
         detail = self.troubles.clear() or event.detail
         self.failed(event.cause, detail, event.ranks, nodes)
+        self.health.lost(current)
         if not current and self.ending is None and self.first_steps.not_formed(event.cause):
             self.give_up(f"group after group failed before it was formed; last failure: {detail}")
 
@@ -170,8 +170,7 @@ class Losses:
         if isinstance(self.state, Training):
             self._end_drained()
         overdue = self.first_steps.overdue(now) if isinstance(self.state, Forming | Training) else frozenset()
-        late = [member for member in self.membership.survivors if member.id in overdue]
-        if late:
+        if late := [member for member in self.membership.survivors if member.id in overdue]:
             self.out.extend(kill(member) for member in late)
             detail = f"no first step within {self.first_steps.patience_s:.0f} s of a group with newcomers, ended"
             self._lose((member.id for member in late), Cause.worker_hung, detail, now)
@@ -201,6 +200,7 @@ class Losses:
         ranks = [rank for rank, member in enumerate(self.membership.current) if member.id in gone]
         nodes = list(dict.fromkeys(member.node for member in lost))
         self.failed(cause, detail, ranks, nodes)
+        self.health.lost(lost)
         for node in nodes if counts else ():
             self.nodes.failed(node, now, again=False)
         if not isinstance(self.state, LeavingGroup):

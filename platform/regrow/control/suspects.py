@@ -1,6 +1,6 @@
 """Which ranks and nodes are suspected of slowing the group down, or of having hung, since when and why. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -40,12 +40,16 @@ class Suspects:
         self.ranks.begin()
         self.collectives.begin()
 
+    def lost(self, workers: Collection[Worker]) -> None:
+        """These are gone, and with them what they were slow at: the next group may be long in coming."""
+        for suspicion in list(self.found.values()):
+            if suspicion.kind in OF_RANKS and (suspicion.node, suspicion.pid) in workers:
+                self._clear(suspicion, recovered=False)
+
     def read(self, spent: Mapping[Worker, Spent], ranks: Mapping[Worker, int], now: float, *, pp: int = 1) -> None:
         """What all ranks of the generation have spent their time on so far; `pp` stages have as many of them each."""
         self._numbers = ranks
-        for suspicion in list(self.found.values()):
-            if suspicion.kind in OF_RANKS and (suspicion.node, suspicion.pid) not in ranks:
-                self._clear(suspicion, recovered=False)
+        self.lost({(each.node, each.pid) for each in self.found.values()} - ranks.keys())
         stages = {worker: rank * pp // len(ranks) for worker, rank in ranks.items()} if pp > 1 else None
         if not self.ranks.read(spent, now, stages):
             return

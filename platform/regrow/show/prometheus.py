@@ -260,7 +260,10 @@ class Figures:
         self._set("regrow_last_snapshot_timestamp_seconds", now)
 
     def ranks(self, ranks: Sequence[Mapping[str, Any]], suspects: Sequence[Mapping[str, Any]]) -> None:
-        """What ranks spend their time on, the slowest first, and what they are suspected of."""
+        """What ranks spend their time on, the slowest first, and what they are suspected of; while a group trains."""
+        if self._idle_since is not None:
+            ranks = suspects = ()
+        self.values.pop(("regrow_slowest_rank", ""), None)
         for key in [key for key in self.values if key[0] in OF_RANKS]:
             del self.values[key]  # ranks that are not there any more
         for row in ranks:
@@ -327,6 +330,7 @@ class Figures:
             case Forming() | Failure() | Stopped():
                 self._set("regrow_world_size", 0)
                 self._idle_since = now if self._idle_since is None else self._idle_since
+                self.ranks((), ())
         step, committed_at = next(reversed(self._whole.items()), (None, None))
         for name, value in ("checkpoint_step", step or None), ("last_checkpoint_timestamp_seconds", committed_at):
             self.values.pop((f"regrow_{name}", ""), None)
