@@ -1835,9 +1835,9 @@ def test_with_ray_trains_controller_all_processes_of_a_group_are_gone() -> None:
     assert group_of([forming, *failures], 7).lost == (0, 1)
 
 
-def silent_but_a(*, stored: bool = False) -> Told:
+def silent_but_a(*, stored: bool = False, dp_replicate: int = 1) -> Told:
     """Two of three nodes fall silent in the 40th of steps of a second, which has been committed in memory."""
-    told = Told(silence_s=5.0)
+    told = Told(silence_s=5.0, parallel=ParallelConfig(dp_replicate=dp_replicate))
     told.form(*(one(pid, node) for pid, node in enumerate("abc")))
     told.begin("abc")
     for step in range(1, 41):
@@ -1862,9 +1862,10 @@ def silent_but_a(*, stored: bool = False) -> Told:
     return told
 
 
-def test_silent_nodes_without_which_memory_is_not_whole_are_waited_for() -> None:
-    """For as long as what a group without them would train again."""
-    told = silent_but_a()
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+def test_silent_nodes_without_which_memory_is_not_whole_are_waited_for(dp_replicate: int) -> None:
+    """For as long as what a group without them would train again. Three nodes are one replica, where four are two."""
+    told = silent_but_a(dp_replicate=dp_replicate)
     told.now += 2.0
     assert told.ask("m0", 1) == Answer(wait_s=FORM_POLL_S)
     (note,) = told.records("note")
@@ -1877,9 +1878,9 @@ def test_silent_nodes_without_which_memory_is_not_whole_are_waited_for() -> None
     assert told.ask("m0", 1).formation is not None, "a has its own and c's, and c has b's"
 
 
-@pytest.mark.parametrize("why", ["long", "dead", "stored"])
+@pytest.mark.parametrize("why", ["long", "dead", "stored", "replicas"])
 def test_silent_nodes_are_not_waited_for_in_vain(why: str) -> None:
-    told = silent_but_a(stored=why == "stored")
+    told = silent_but_a(stored=why == "stored", dp_replicate=3 if why == "replicas" else 1)
     told.now += 50.0 if why == "long" else 2.0
     if why == "dead":
         told(e.NodesAlive(frozenset("a")))

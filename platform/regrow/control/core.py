@@ -201,7 +201,8 @@ class Control:
     def _asked(self, event: e.Asked, now: float) -> None:
         state = self.group.state
         safe = isinstance(state, LeavingGroup) and self.snapshots.commits.holds(state.step)
-        awaits = isinstance(state, Waiting) and self._config.parallel.dp_replicate == 1
+        has_replicas = self.corruptions.verification.mesh.dp_replicate > 1  # of the newest group that trained
+        awaits = isinstance(state, Waiting) and not has_replicas
         must_wait = partial(self.snapshots.awaited.wait, now, self.health.stalls.step_s) if awaits else lambda: False
         self.group.ask(event, now, last_snapshot_is_safe=safe, must_wait=must_wait)
 
