@@ -30,7 +30,7 @@ from regrow.simulate.estimate import (
     speeds,
 )
 from regrow.simulate.faults import DAY, Fault, draw, drawn
-from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy, mixed, rate_of
+from regrow.simulate.inputs import FIGURES, Figure, Inputs, Job, Origin, Policy, mixed, rate_of
 from regrow.simulate.profile import Profile
 from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
 from regrow.simulate.world import inputs_of, job_of, replicas_of
@@ -533,3 +533,15 @@ def test_help_and_a_whole_study_import_neither_ray_nor_torch() -> None:
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert "HEAVY []" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("where", ["figures", "policy.in_place.figures", "own"])
+def test_a_figure_that_there_is_not_is_refused_with_the_nearest_name(where: str) -> None:
+    """Before, a mistyped one was taken and changed nothing."""
+    said = rf"^simulate\.{where}\.verfiy_share: there is no such figure; did you mean 'verify_share'\?$"
+    with pytest.raises(ConfigError, match=said):
+        inputs_of(configured("+cluster=h100x64", f"+simulate.{where}.verfiy_share=0.01"))
+
+
+def test_each_figure_that_may_be_given_is_one_that_a_simulation_has() -> None:
+    assert {name for each in inputs_of(configured("+cluster=h100x64")) for name in each.figures} == FIGURES

@@ -45,6 +45,20 @@ from regrow.errors import ConfigError
 
 KINDS = ("gpu", "network", "host", "software", "hang", "sdc", "drain")
 TAKES_NODE = ("gpu", "network", "host", "sdc", "drain")  # it is away then; of the others a process is, or hangs
+FIGURES = frozenset(  # those above
+    re.findall(
+        r"\w+",
+        """
+    rate_planned rate_head rate_storage
+    share_slow share_rack share_pod share_power nodes_rack nodes_pod nodes_power share_burst burst_within_s
+    lemon_share lemon_times form_base_s form_per_node_s build_s restore_s first_step_s
+    communicators_s communicators_gpus communicators_power join_s respawn_s restart_s
+    away_short_s away_short_sigma away_long_s away_long_sigma away_short_share sdc_unnoticed_s sdc_first_share
+    verify_share slow_factor slow_lasts_s slow_evict_s slow_away_s stop_fixed_s stop_per_gpu_s storage_lasts_s
+    snapshot_interval_s snapshot_stall_s durable_back_s snapshot_every_steps lost_committed_steps step_s
+    """,
+    )
+) | {name.format(kind) for kind in KINDS for name in ("rate_{}", "notice_{}_s")}
 PRIOR_EVENTS = 3.0  # that a published rate is worth beside a run's own count
 LEAST_SAMPLES = 5  # of a run's own, below which what was published is mixed in
 

@@ -1,6 +1,7 @@
 """What a configuration comes to for the engines: the job's size, each policy, every figure with its source. Pure."""
 
 import contextlib
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from regrow.control.spacing import FIRST
 from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.estimate import Forecast, forecast, gpu_of, network_of
 from regrow.forecast.settle import C, settled
-from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, parse_figure
+from regrow.simulate.inputs import FIGURES, KINDS, Figure, Inputs, Job, Origin, Policy, parse_figure
 from regrow.simulate.profile import Profile
 
 OWN = "in_place"  # the policy that is regrow's
@@ -163,6 +164,10 @@ def _check(config: SimulateJobConfig) -> None:
 
 
 def _figures(given: Mapping[str, str], where: str) -> dict[str, Figure]:
+    for name in given:
+        if name not in FIGURES:
+            nearest = difflib.get_close_matches(name, sorted(FIGURES), n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{where}.{name}: there is no such figure; did you mean {nearest!r}?")
     return {name: parse_figure(text, f"{where}.{name}") for name, text in given.items()}
 
 
