@@ -35,6 +35,7 @@ from regrow.forecast.devices import (
     find_device,
 )
 from regrow.forecast.estimate import (
+    PATIENCE_S,
     USABLE_SHARE,
     Forecast,
     forecast,
@@ -49,6 +50,7 @@ from regrow.forecast.settle import settings_of, settle, settled
 from regrow.forecast.text import MOST_ROWS, chosen, spans, to_text
 from regrow.model.size import num_params
 from regrow.plan.pipeline import Stages, cut_blocks
+from regrow.train.saver import SAFE_S
 
 ROOT = Path(__file__).parents[2]
 H100 = next(device for device in DEVICES if device.name == "H100")
@@ -516,6 +518,68 @@ def test_the_plan_says_what_it_costs_that_a_unit_is_away():
     assert said().startswith("one unit of 1 away from 64 workers: 8 passes for 7, a step takes 14.3% longer; ")
     for spares in ("cluster.max_workers=72", "cluster.spare_workers=8"):
         assert said(spares) == "one unit of 1 away from 72 workers costs nothing: 8 of these are spares"
+
+
+def most_lost(every_steps: int, commit_s: float, step_s: float) -> int:
+    """Of 300 steps by the rule of `SnapshotSaver.confirm`: each waits until the snapshot before it is committed, or 5 s
+    and then for none until one is; keepers send one, and the newest that was begun meanwhile after it.
+    """
+    now, committed, late, worst = 0.0, 0, 0, 0
+    sending: tuple[float, int] | None = None  # when it is committed, its step
+    waiting, done = 0, list[float]()
+
+    def pass_until(until: float) -> None:
+        nonlocal sending, waiting, committed, worst
+        while sending is not None and sending[0] <= until:
+            at, step = sending
+            worst, committed = max(worst, sum(each <= at for each in done) - committed), step
+            sending, waiting = ((at + commit_s, waiting) if waiting else None), 0
+
+    for step in range(1, 301):
+        now += step_s
+        done.append(now)
+        pass_until(now)
+        wanted = (step - 1) // every_steps * every_steps
+        if late <= committed < wanted:
+            on_time = sending is not None and sending[1] >= wanted and sending[0] <= now + SAFE_S
+            now = sending[0] if on_time and sending is not None else now + SAFE_S
+            pass_until(now)
+            late = late if on_time else wanted
+        if step % every_steps == 0:
+            if sending is None:
+                sending = now + commit_s, step
+            else:
+                waiting = step
+    return worst
+
+
+@pytest.mark.parametrize("every_steps", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("gb_per_s", [0.25, 0.5, 0.9])
+def test_where_commits_take_longer_than_is_waited_for_more_than_the_set_distance_is_lost(
+    every_steps: int, gb_per_s: float
+) -> None:
+    assert PATIENCE_S == SAFE_S
+    config = config_of("+cluster=h100x64", f"snapshot.every_steps={every_steps}")
+    network = dataclasses.replace(NETWORK, keepers_bytes_per_s=gb_per_s * 1e9)
+    full = forecast(settle(config, H100, network)[0], 64, H100, network)
+    commits, step_s = full.commits, full.time.step_s
+    assert commits.commit_s > step_s + SAFE_S
+    said = full.to_dict()["steps_lost_most"]
+    assert every_steps < most_lost(every_steps, commits.commit_s, step_s) <= said
+    assert said <= every_steps + 2 * commits.commit_s / step_s
+    text = to_text(config, [full], H100, network)
+    assert "longer than a step, which waits up to 5 s, then goes on without" in text
+    assert f"a lost node costs at most {said}" in text
+
+
+def test_where_commits_are_waited_for_the_set_distance_is_the_most_that_is_lost() -> None:
+    config = settled(config_of("+cluster=h100x64", "snapshot.every_steps=2"))[0]
+    network = dataclasses.replace(NETWORK, keepers_bytes_per_s=1.2e9)
+    full = forecast(config, 64, H100, network)
+    assert full.time.step_s < full.commits.commit_s < full.time.step_s + SAFE_S
+    assert full.commits.steps_lost == 2
+    text = to_text(config, [full], H100, network)
+    assert "longer than a step, which waits; snapshot.every_steps=auto does not" in text
 
 
 def test_a_unit_away_is_all_ranks_of_one():

@@ -340,14 +340,16 @@ def test_snapshots_k_steps_apart_cost_half_of_these_and_their_lag_a_loss_whateve
 
 def test_a_host_that_computed_wrong_comes_back_unless_a_policy_keeps_it_out() -> None:
     """As in a run, where it is in quarantine for an hour, not for good: verifying took four incidents of five away."""
-    given = ("+cluster=h100x64", "simulate.days=20", "simulate.figures.rate_head=0", "simulate.faults.planned_per_day=0")
+    given = ("+cluster=h100x64", "simulate.days=20", "simulate.figures.rate_head=0")
     found = {}
     for name, settings in (
         ("noticed", ()),
         ("verified", ("cluster.verify_every_steps=100",)),
         ("kept out", ("cluster.verify_every_steps=100", "simulate.policy.in_place.expels_corrupt=true")),
     ):
-        of_one = replace(inputs(*given, *settings).with_values(**rates(sdc=0.5), share_slow=0.0), known=True)
+        of_one = replace(
+            inputs(*given, *settings).with_values(**rates(sdc=0.5), rate_planned=0.0, share_slow=0.0), known=True
+        )
         assert of_one.policy.expels_corrupt == (name == "kept out")
         found[name] = float(estimate(of_one, 16).generations.mean())
     assert found["verified"] == found["noticed"] > 20

@@ -39,6 +39,7 @@ MOVES = {True: (27, 9), False: (170, 14)}  # compiled or not; eager, norms and R
 FLOAT8_MOVES = (6, 3)  # activations and gradients that are cast: read twice in bfloat16, written once
 LOSS_MOVES = {True: 3, False: 12}  # of the logits
 CPU_BYTES_PER_S = 10e9  # of a machine without GPUs
+PATIENCE_S = 5.0  # train.saver.SAFE_S: that a step waits for the snapshot before it, where their distance is set
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Commits:
     commit_s: float = 0.0
     every_steps: int = 0  # 0: none
     steps_lost: int = 0  # that a lost node costs at most
+    falls_behind: bool = False  # steps that wait for commits go on without them, and snapshots are left out
 
 
 @dataclass(frozen=True)
@@ -349,7 +351,12 @@ def _commits(config: PretrainConfig, mesh: MeshShape, time: StepTime, network: N
     num_bytes = ranks_copied * rank_state_bytes(config.model, config.optim.moments, mesh)
     commit_s = num_bytes / network.keepers_bytes_per_s
     on_links_s = num_bytes / (network.ranks_per_node * network.bytes_per_s)
+    commit_steps = steps_of_commit(commit_s=commit_s, step_s=time.step_s)
     every_steps = fixed_every_steps(config.snapshot)
+    if every_steps is not None and commit_s > time.step_s + PATIENCE_S:
+        # one that waits for the commit before it is up to `every_steps` old by then, unless these are as many
+        lost = every_steps + commit_steps - 1 + (commit_steps - 1 if commit_steps > every_steps else 0)
+        return Commits(num_bytes, commit_s, every_steps, lost, falls_behind=True)
     lost = every_steps or 0
     if every_steps is None:
         every_steps = best_every_steps(
@@ -359,7 +366,7 @@ def _commits(config: PretrainConfig, mesh: MeshShape, time: StepTime, network: N
             mtbf_s=3600 * config.checkpoint.mtbf_hours,
             most_steps_lost=config.snapshot.most_steps_lost,
         )
-        lost = every_steps + steps_of_commit(commit_s=commit_s, step_s=time.step_s) - 1
+        lost = every_steps + commit_steps - 1
     return Commits(num_bytes, commit_s, every_steps, lost)
 
 

@@ -7,7 +7,7 @@ from regrow.config.snapshots import fixed_every_steps
 from regrow.config.spares import most_workers, num_beyond
 from regrow.forecast.cost import Network, assumptions
 from regrow.forecast.devices import GIB, Device
-from regrow.forecast.estimate import USABLE_SHARE, Forecast, remedy
+from regrow.forecast.estimate import PATIENCE_S, USABLE_SHARE, Forecast, remedy
 from regrow.forecast.footprint import KINDS
 from regrow.model.size import flops_per_token, num_params
 from regrow.plan.pipeline import Stages
@@ -180,6 +180,12 @@ def _snapshots(config: PretrainConfig, full: Forecast, network: Network) -> list
     )
     if measured:
         return [f"{what}; one every {commits.every_steps} steps, a lost node costs at most {commits.steps_lost}"]
+    if commits.falls_behind:
+        return [
+            f"{what}, longer than a step, which waits up to {PATIENCE_S:.0f} s, then goes on without; "
+            f"snapshot.every_steps=auto waits for none; one every {commits.every_steps} steps as far as there is room, "
+            f"a lost node costs at most {commits.steps_lost}"
+        ]
     waits = commits.commit_s > full.time.step_s
     then = "longer than a step, which waits; snapshot.every_steps=auto does not" if waits else "less than a step"
     return [f"{what}, {then}; one every {commits.every_steps} steps, as many are lost with a node at most"]
