@@ -4,6 +4,7 @@
 the logs hold. See docs/file-formats.md for what the states mean; `record.history` books them while they pass.
 """
 
+import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -190,21 +191,27 @@ def lost_to(ledger: Ledger) -> dict[str, float]:
     of the first group that took them back. A gap that no group has ended yet is `unfinished`.
     """
     formed = [(attempt, attempt.generation) for attempt in ledger.attempts if attempt.generation]
-    causes = [generation.cause for _, generation in formed]
+    causes = [*(generation.cause for _, generation in formed), str(Cause.unfinished)]
     gap_ends = list(itertools.accumulate((max(a.ready or 0.0, a.first_step_begin or 0.0) for a, _ in formed), max))
     cause_of = {generation.generation: generation.cause for _, generation in formed}
+    edges = sorted({time for first, last, _ in ledger.undone for time in (first, last)})
+    ahead = sorted(((first, order, last, by) for order, (first, last, by) in enumerate(ledger.undone)), reverse=True)
+    covering: list[tuple[int, float, int]] = []  # a heap: what took back first, until when, and its generation
     lost: dict[str, float] = {}
     for begin, end, state in ledger.bands:
         if state not in LOST:
             continue
-        edges = {time for first, last, _ in ledger.undone for time in (first, last) if begin < time < end}
-        for a, b in itertools.pairwise([begin, *sorted(edges), end] if state == "recompute" else [begin, end]):
+        cuts = edges[bisect_right(edges, begin) : bisect_left(edges, end)] if state == "recompute" else []
+        for a, b in itertools.pairwise([begin, *cuts, end]):
             middle = (a + b) / 2
             if state == "recompute":
-                by = next((number for first, last, number in ledger.undone if first <= middle <= last), 0)
-                cause = cause_of.get(by, str(Cause.unfinished))
+                while ahead and ahead[-1][0] <= middle:
+                    heapq.heappush(covering, ahead.pop()[1:])
+                while covering and covering[0][1] < middle:
+                    heapq.heappop(covering)
+                cause = cause_of.get(covering[0][2] if covering else 0, str(Cause.unfinished))
             else:
-                cause = [*causes, str(Cause.unfinished)][bisect_left(gap_ends, middle)]
+                cause = causes[bisect_left(gap_ends, middle)]
             lost[cause] = lost.get(cause, 0.0) + b - a
     return lost
 
