@@ -126,6 +126,16 @@ def test_a_model_that_is_chosen_is_trained_as_it_is(name: str) -> None:
     assert composed("+drill=kill_node").model.dim == 128
 
 
+def test_a_file_of_ones_own_reaches_the_job_by_what_it_sets() -> None:
+    """Of --config-dir, which the job does not have. Before, it was refused as if there were none."""
+    config = composed("+drill=kill_node", "model=150m", "+cluster=cpu3", "cluster.silence_s=9", "optim.lr=0.002")
+    given, files = ["model=mine", "+cluster=mine", "optim.lr=0.002"], {"model": "mine", "data": "mine"}
+    arguments = pretrain_overrides(config, given, files)
+    assert not any("mine" in argument for argument in arguments)
+    found = pretrain_composed(arguments)
+    assert found == PretrainConfig(**{name: getattr(config, name) for name in vars(found)})
+
+
 def test_corpora_and_mixtures_reach_the_job() -> None:
     config = composed("+drill=kill_worker", "+data.corpora.web=/data/web")
     config = replace(config, data=replace(config.data, mixture=[MixtureStage(0, {"web": 2.5})]))

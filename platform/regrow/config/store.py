@@ -200,8 +200,11 @@ def pretrain_overrides(
 ) -> list[str]:
     """The arguments of `jobs.pretrain` that give this config: `given`, and where it differs from what they give.
 
-    `files` are those of conf/model and conf/data that it was composed of. Raises ConfigError where none give it.
+    `files` are those of conf/model and conf/data that it was composed of. What chooses a file that conf/ lacks, as one
+    of --config-dir, is left out: another machine has no such folder. Raises ConfigError where none give it.
     """
+    given = [each for each in given if not chosen([each]) or _is_in_conf(*each.lstrip("+").partition("=")[::2])]
+    files = {group: file for group, file in (files or {}).items() if _is_in_conf(group, file)}
     if files:
         with _composing(given):
             there = hydra.compose("pretrain", as_typed(given), return_hydra_config=True).hydra.runtime.choices
@@ -223,6 +226,10 @@ def pretrain_overrides(
                 "in a file of conf/cluster, conf/model or conf/data, and choose that"
             )
     return [*given, *differences]
+
+
+def _is_in_conf(group: str, file: str) -> bool:
+    return (CONF_DIR / group / f"{file}.yaml").exists()
 
 
 @contextmanager
