@@ -15,7 +15,7 @@ import pytest
 
 from regrow.config.spares import num_beyond
 from regrow.errors import ConfigError
-from regrow.forecast.estimate import forecasts, gpu_of, network_of
+from regrow.forecast.estimate import forecast, forecasts, gpu_of, network_of
 from regrow.forecast.settle import settled
 from regrow.plan.batch import plan_batch
 from regrow.simulate.estimate import (
@@ -305,6 +305,28 @@ def test_a_group_of_exactly_the_fewest_units_trains_and_a_smaller_one_does_not()
             assert speed[least - 1] == 0, (units, least)
     half, _ = speeds(Job(8 * 25, 8, 100))
     assert (half[12], half[13] > 0) == (0, True)
+
+
+def test_a_step_and_what_lies_between_snapshots_are_forecast_for_the_size_that_is_given() -> None:
+    """They were those of the cluster's file: half of the step that 32 of its 64 GPUs take."""
+    for settings, gpus, slices in (
+        (("simulate.gpus=32",), 32, 448),
+        (("simulate.gpus=128", "simulate.num_slices=448"), 128, 448),
+        (("simulate.num_slices=896",), 64, 896),  # twice the batch
+    ):
+        config = configured("+cluster=h100x64", *settings)
+        found = inputs("+cluster=h100x64", *settings)
+        made, _ = settled(config)
+        sized = replace(made, optim=replace(made.optim, num_slices=slices, global_batch_seqs=slices))
+        full = forecast(sized, gpus, gpu_of(sized, config.plan), network_of(sized, config.plan))
+        assert found["step_s"] == pytest.approx(full.time.step_s, rel=0.05)
+        assert found.figures["step_s"].source == "jobs.plan's forecast"
+        assert found["snapshot_every_steps"] == full.commits.every_steps
+    half, whole = (inputs("+cluster=h100x64", *each)["step_s"] for each in (("simulate.gpus=32",), ()))
+    assert half > 1.8 * whole
+    other = inputs("+cluster=h100x64", "simulate.unit_gpus=8")
+    assert (other["step_s"], other.figures["step_s"].source[:11]) == (5.0, "no forecast")
+    assert other["snapshot_every_steps"] == 4.0
 
 
 def test_what_lies_between_snapshots_is_what_a_loss_costs_and_none_cost_what_was_trained_since_a_checkpoint() -> None:

@@ -38,7 +38,7 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
     if not simulate.policy:
         raise ConfigError("simulate.policy is empty; choose some, as simulate/policy=[in_place,restart]")
     of_run = settled_for(config, job)
-    full = _forecast(config)
+    full = _forecast(config, job, of_run)
     away = Figure(config.cluster.quarantine_s, Origin.assumed, "cluster.quarantine_s")
     base = _faults(simulate) | {"step_s": _step(full), "slow_away_s": away}
     base |= _figures(simulate.figures, "simulate.figures")
@@ -192,20 +192,18 @@ def _faults(simulate: SimulateConfig) -> dict[str, Figure]:
     return found | {"rate_planned": parse_figure(faults.planned_per_day, "simulate.faults.planned_per_day")}
 
 
-def _forecast(config: SimulateJobConfig) -> Forecast | None:
-    """At full size, where the cluster's name says what its GPUs are."""
-    if config.cluster.gpus_per_worker:
+def _forecast(config: SimulateJobConfig, job: Job, of_run: PretrainConfig | None) -> Forecast | None:
+    """Of the job's group, where the cluster's name says what its GPUs are. `of_run`: of `settled_for`."""
+    if of_run is not None and config.cluster.gpus_per_worker:
         with contextlib.suppress(RegrowError):
-            made, _ = settled(config)
-            full = max(world_sizes(made).values())
-            return forecast(made, full, gpu_of(made, config.plan), network_of(made, config.plan))
+            return forecast(of_run, job.gpus, gpu_of(config, config.plan), network_of(config, config.plan))
     return None
 
 
 def _step(full: Forecast | None) -> Figure:
     """A step at full size."""
     if full is None:
-        return Figure(STEP_S, Origin.assumed, "no forecast for this cluster", low=1.0, high=20.0)
+        return Figure(STEP_S, Origin.assumed, "no forecast for this cluster, or for such units", low=1.0, high=20.0)
     seconds = full.time.step_s
     return Figure(seconds, Origin.assumed, "jobs.plan's forecast", low=seconds / 2, high=seconds * 2)
 
