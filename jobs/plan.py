@@ -14,7 +14,7 @@ from regrow.config.schema import PlanConfig, PlanJobConfig
 from regrow.config.store import run_job
 from regrow.forecast.cost import assumptions
 from regrow.forecast.devices import Device
-from regrow.forecast.estimate import forecasts, gpu_of, network_of, share_of_this_machine
+from regrow.forecast.estimate import check_float8, forecasts, gpu_of, network_of, share_of_this_machine
 from regrow.forecast.settle import settings_of, settle
 from regrow.forecast.text import to_text
 from regrow.model.size import flops_per_token, num_params
@@ -22,7 +22,9 @@ from regrow.model.size import flops_per_token, num_params
 
 def device_of(config: PlanJobConfig) -> Device:
     if config.cluster.gpus_per_worker:
-        return gpu_of(config, config.plan)
+        device = gpu_of(config, config.plan)
+        check_float8(config, device)
+        return device
     import torch
 
     from regrow.runtime.hardware.peak import peak_flops  # torch, which nothing else here needs

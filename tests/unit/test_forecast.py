@@ -50,7 +50,9 @@ from regrow.forecast.settle import settings_of, settle, settled
 from regrow.forecast.text import MOST_ROWS, chosen, spans, to_text
 from regrow.model.size import num_params
 from regrow.plan.pipeline import Stages, cut_blocks
+from regrow.simulate.world import inputs_of
 from regrow.train.saver import SAFE_S
+from support.simulating import configured
 
 ROOT = Path(__file__).parents[2]
 H100 = next(device for device in DEVICES if device.name == "H100")
@@ -451,6 +453,22 @@ def test_the_device_is_what_the_clusters_name_says_or_what_is_given():
         gpu_of(config_of("+cluster=gpu1"), PlanConfig())
     with pytest.raises(ConfigError, match=r"plan.device='V100' names none of"):
         gpu_of(EIGHT, PlanConfig(device="V100"))
+
+
+def test_float8_is_refused_on_gpus_that_have_none() -> None:
+    """As their workers do; the plan forecast a run that none of them begins, and a simulation took a step of 5 s."""
+    on_a100 = ("+cluster=h100x64", "parallel.float8=rowwise", "plan.device=A100")
+    said = "parallel.float8=rowwise needs a GPU of compute capability 8.9 or higher, and A100 is older"
+    done = plan(*on_a100)
+    assert (done.returncode, done.stderr) == (1, f"error: {said}; set parallel.float8=none\n")
+    with pytest.raises(ConfigError, match=rf"^{said}; set parallel.float8=none$"):
+        inputs_of(configured(*on_a100))
+    for more in ("parallel.float8=none", "parallel.bfloat16_tail=1", "plan.device=H200"):
+        found = inputs_of(configured(*on_a100, more))[0]
+        assert found.figures["step_s"].source == "jobs.plan's forecast"
+    assert {device.name for device in DEVICES if device.has_float8} == {
+        device.name for device in DEVICES if device.float8_flops > device.flops
+    }
 
 
 @pytest.mark.parametrize(

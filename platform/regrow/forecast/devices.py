@@ -38,6 +38,7 @@ class Device:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to the others of its node, one way
     shares: Shares = PUBLISHED_SHARES
+    has_float8: bool = True  # multiplies float8 matrices, or emulates that as a CPU does
 
 
 # a name that contains another one stands before it
@@ -48,10 +49,10 @@ DEVICES = (
     Device("GH200 144G", 140 * GIB, 989e12, 1979e12, 4.9e12, 450e9),
     Device("GH200", 95 * GIB, 989e12, 1979e12, 4.0e12, 450e9),  # its name ends in 480GB, which is the host's
     Device("H200", 140 * GIB, 989e12, 1979e12, 4.8e12, 450e9),
-    Device("A100-PCIE-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 32e9),
-    Device("A100-SXM4-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 300e9),
-    Device("A100 80GB PCIe", 79 * GIB, 312e12, 312e12, 1.935e12, 32e9),
-    Device("A100", 79 * GIB, 312e12, 312e12, 2.04e12, 300e9),
+    Device("A100-PCIE-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 32e9, has_float8=False),
+    Device("A100-SXM4-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 300e9, has_float8=False),
+    Device("A100 80GB PCIe", 79 * GIB, 312e12, 312e12, 1.935e12, 32e9, has_float8=False),
+    Device("A100", 79 * GIB, 312e12, 312e12, 2.04e12, 300e9, has_float8=False),
     Device("B200", 178 * GIB, 2250e12, 4500e12, 7.7e12, 900e9),
 )
 

@@ -19,6 +19,7 @@ from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
 from regrow.forecast.footprint import FLOAT32, Footprint, Rank, footprint, num_in_shards
 from regrow.forecast.memory import equal_nodes, plan_snapshot_memory
+from regrow.model.linears import float8_steps
 from regrow.model.size import (
     flops_per_token,
     moment_bytes,
@@ -319,6 +320,15 @@ def gpu_of(config: PretrainConfig, plan: PlanConfig) -> Device:
         memory_bytes=int(memory * GIB) if memory is not None else known.memory_bytes,
         flops=tflops * 1e12 if tflops is not None else known.flops,
     )
+
+
+def check_float8(config: PretrainConfig, device: Device) -> None:
+    """Refuse float8 on GPUs that have none, as their workers do. Raises ConfigError."""
+    if not device.has_float8 and float8_steps(config.parallel, config.train.steps):
+        raise ConfigError(
+            f"parallel.float8={config.parallel.float8.value} needs a GPU of compute capability 8.9 or higher, and "
+            f"{device.name} is older; set parallel.float8=none"
+        )
 
 
 def share_of_this_machine(config: PretrainConfig, plan: PlanConfig, flops: float) -> Device:

@@ -15,7 +15,7 @@ from regrow.control.health import WHERE_AGAIN_S
 from regrow.control.phases import BEYOND_S, FACTOR
 from regrow.control.spacing import FIRST
 from regrow.errors import ConfigError, RegrowError
-from regrow.forecast.estimate import Forecast, forecast, gpu_of, network_of
+from regrow.forecast.estimate import Forecast, check_float8, forecast, gpu_of, network_of
 from regrow.forecast.settle import C, settled
 from regrow.simulate.inputs import FIGURES, KINDS, Figure, Inputs, Job, Origin, Policy, parse_figure
 from regrow.simulate.profile import Profile
@@ -193,10 +193,19 @@ def _faults(simulate: SimulateConfig) -> dict[str, Figure]:
 
 
 def _forecast(config: SimulateJobConfig, job: Job, of_run: PretrainConfig | None) -> Forecast | None:
-    """Of the job's group, where the cluster's name says what its GPUs are. `of_run`: of `settled_for`."""
-    if of_run is not None and config.cluster.gpus_per_worker:
+    """Of the job's group, where the cluster's name says what its GPUs are. `of_run`: of `settled_for`. Raises
+    ConfigError for float8 on GPUs that have none.
+    """
+    if not config.cluster.gpus_per_worker:
+        return None
+    try:
+        device = gpu_of(config, config.plan)
+    except ConfigError:  # a cluster by another name
+        return None
+    check_float8(config, device)
+    if of_run is not None:
         with contextlib.suppress(RegrowError):
-            return forecast(of_run, job.gpus, gpu_of(config, config.plan), network_of(config, config.plan))
+            return forecast(of_run, job.gpus, device, network_of(config, config.plan))
     return None
 
 
