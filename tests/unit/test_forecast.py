@@ -353,6 +353,22 @@ def test_float8_gathers_half_the_bytes_of_the_blocks():
     assert float8.time.compute_s < plain.time.compute_s
 
 
+def test_what_a_recipe_computes_in_bfloat16_takes_as_long_as_that() -> None:
+    """Gradients of weights under rowwise_with_gw_hp, all products of a run that is all tail."""
+
+    def compute_s(recipe: Float8, **more: object) -> float:
+        return at(with_parallel(EIGHT, float8=recipe, compile=True, **more), 64).time.compute_s
+
+    plain = compute_s(Float8.none)
+    assert compute_s(Float8.rowwise) < compute_s(Float8.rowwise_with_gw_hp) < plain
+    assert compute_s(Float8.rowwise) == compute_s(Float8.rowwise, bfloat16_tail=0.5)
+    recipes = [each for each in Float8 if each is not Float8.none]
+    for recipe in recipes:
+        assert compute_s(recipe, bfloat16_tail=1.0) == plain
+    gathered = with_parallel(EIGHT, float8=Float8.tensorwise_all_gather, bfloat16_tail=1.0)
+    assert at(gathered, 64) == at(with_parallel(EIGHT, float8=Float8.none), 64)
+
+
 def test_every_world_size_is_forecast_and_the_step_shortens_as_ranks_share_the_slices():
     found = forecasts(EIGHT, H100, NETWORK)
     assert [each.num_workers for each in found] == list(range(32, 65))

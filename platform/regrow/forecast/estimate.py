@@ -180,13 +180,16 @@ def rank_of(config: PretrainConfig, topology: Topology) -> Rank:
     """The rank that has most to do; in a pipeline as many blocks as any, as many micro-batches in flight as the first
     rank, and both embedding and output: more than any has."""
     mesh, batch, stages, model, in_flight = topology.mesh, topology.batch, topology.stages, config.model, 1.0
+    parallel = config.parallel
+    if not float8_steps(parallel, config.train.steps):  # all of them are the tail
+        parallel = replace(parallel, float8=Float8.none)
     slice_seqs = config.optim.global_batch_seqs // config.optim.num_slices
     if stages:
         model = replace(model, num_layers=max(map(stages.num_blocks_of, range(stages.pp))))
         in_flight = most_in_flight(stages.pp, stages.per_rank, batch.num_micro_batches) / stages.per_rank
     return Rank(
         model=model,
-        parallel=config.parallel,
+        parallel=parallel,
         dp_shard=mesh.dp_shard,
         num_passes=batch.num_micro_batches,
         rows=slice_seqs * math.ceil(batch.most_slices / batch.num_micro_batches),
@@ -209,6 +212,9 @@ def pass_work(rank: Rank) -> PassWork:
     times = 3 + (1 if is_full else 1 - parallel.activation_budget)  # forwards' worth of arithmetic
     in_blocks = 2.0 * times * blocks * tokens
     is_float8 = parallel.float8 is not Float8.none
+    in_float8 = in_blocks if is_float8 else 0.0
+    if parallel.float8 is Float8.rowwise_with_gw_hp:  # weights' gradients, a forward's worth, are made in bfloat16
+        in_float8 *= (times - 1) / times
     # forward two products over half of T^2, backward five
     attention = (1.0 * times + 0.5) * 2 * model.num_layers * model.dim * rank.seq_len * tokens
     wide, hidden = MOVES[parallel.compile]
@@ -221,8 +227,8 @@ def pass_work(rank: Rank) -> PassWork:
         2 * num_gathers(rank) * rank.item_bytes + rank.item_bytes + 2 * FLOAT32
     )
     return PassWork(
-        matmul_flops=6.0 * output * tokens + (0.0 if is_float8 else in_blocks),
-        float8_flops=in_blocks if is_float8 else 0.0,
+        matmul_flops=6.0 * output * tokens + in_blocks - in_float8,
+        float8_flops=in_float8,
         attention_flops=attention,
         memory_bytes=tokens * (model.num_layers * moved + logits) + copied,
     )
