@@ -297,6 +297,15 @@ def test_more_units_than_slices_are_allowed_where_the_others_are_spares() -> Non
         check(made)
 
 
+@pytest.mark.parametrize(("tokenizer", "fewer"), [(None, r" or data\.vocab_size=4096"), ("mine.json", "")])
+def test_fewer_ids_are_offered_where_the_tokenizer_is_made_here(tokenizer: str | None, fewer: str) -> None:
+    """One that is given has as many as it has: preparing refused what was offered."""
+    config = PretrainConfig()
+    config.data.vocab_size, config.data.tokenizer = 8192, tokenizer
+    with pytest.raises(ConfigError, match=rf"data\.vocab_size=8192; set model\.vocab_size=8192{fewer}$"):
+        check(config)
+
+
 def test_the_defaults_pass_every_rule() -> None:
     assert list(check(PretrainConfig())) == [1]
 

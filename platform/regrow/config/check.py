@@ -255,10 +255,12 @@ def _model(config: PretrainConfig) -> None:
         model.dim // model.num_heads % 2 == 0,
         f"model.dim/model.num_heads={model.dim // model.num_heads} must be even: RoPE turns pairs",
     )
+    data = config.data
+    fewer = "" if data.tokenizer else f" or data.vocab_size={model.vocab_size}"  # one that is given has all of its ids
     _need(
-        model.vocab_size >= config.data.vocab_size,
-        f"model.vocab_size={model.vocab_size} is below the tokenizer's data.vocab_size={config.data.vocab_size}; "
-        f"set model.vocab_size={config.data.vocab_size} or data.vocab_size={model.vocab_size}",
+        model.vocab_size >= data.vocab_size,
+        f"model.vocab_size={model.vocab_size} is below the tokenizer's data.vocab_size={data.vocab_size}; "
+        f"set model.vocab_size={data.vocab_size}{fewer}",
     )
     if (scaling := model.rope_scaling) is not None:
         for name, above in (("factor", 0), ("low_freq_factor", 0), ("high_freq_factor", scaling.low_freq_factor)):
