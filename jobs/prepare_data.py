@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
@@ -26,7 +27,8 @@ def main(config: PretrainConfig) -> None:
             from regrow.runtime.cluster import cluster_for
 
             if not ray.is_initialized():
-                connection = stack.enter_context(cluster_for(config.cluster))
+                task = replace(config.cluster, gpus_per_worker=0, cpus_per_worker=1, min_workers=1, max_workers=1)
+                connection = stack.enter_context(cluster_for(task))
                 console.message(connection.dashboard or "Ray is up")
             return on_ray(function, numbers)
 

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from jobs import prepare_data
 
-from regrow.config.schema import DataConfig
+from regrow.config.plain import pretrain_config
+from regrow.config.schema import ClusterConfig, DataConfig
 from regrow.data.prepare import distribute
 from regrow.data.prepare import prepare as prepare_module
 from regrow.data.prepare.distribute import on_ray
@@ -28,6 +32,8 @@ from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.data.read.manifest import Manifest
 from regrow.errors import DataError
 from regrow.progress import Task
+from regrow.runtime import cluster as cluster_module
+from regrow.runtime.cluster import Connection, check_room
 
 ROOT = Path(__file__).parents[2]
 NUM_FILES = 24
@@ -62,13 +68,20 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
+@contextmanager
+def two_cpus() -> Iterator[None]:
+    """A cluster of Ray."""
     temporary = tempfile.mkdtemp(prefix="rg", dir="/tmp")  # socket paths below it have to stay short
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=temporary)
     yield
     ray.shutdown()
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    with two_cpus():
+        yield
 
 
 @pytest.mark.usefixtures("cluster")
@@ -89,6 +102,29 @@ def test_ray_tasks_write_the_same_bytes_and_raise_the_same_errors(
 
     with pytest.raises(DataError, match="number 7"):
         list(on_ray(refuse, [7]))
+
+
+def test_a_cluster_needs_no_gpus_for_preparing(
+    config: DataConfig,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before, it was refused where it had no room for training, though all work is tasks of one CPU."""
+
+    @contextmanager
+    def running(config: ClusterConfig) -> Iterator[Connection]:
+        with two_cpus():
+            check_room(config)
+            yield Connection("", "")
+
+    monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
+    monkeypatch.setattr(cluster_module, "cluster_for", running)
+    run = pretrain_config(["+cluster=h100x64"])
+    prepare_data.main(replace(run, data=config, run=replace(run.run, storage_path=str(tmp_path))))
+    folder = Path(capsys.readouterr().out.splitlines()[0])
+    assert read_files(folder).keys() == expected.keys()
 
 
 @pytest.mark.usefixtures("cluster")
