@@ -9,7 +9,9 @@ Step, data order, batches, checkpoints and run folder are those of `python -m jo
 run and the other way round. What this lacks is elasticity: the group keeps its size, and a lost rank ends it.
 Ctrl-C has the ranks write a checkpoint, and torchrun kills them so many seconds later: 30 where nothing is said. torch
 2.11's waits for no longer; there SIGTERM to one rank, which stops all, leaves them their time.
-Settings are key=value, as `python -m jobs.pretrain --help` lists them.
+Settings are key=value, as `python -m jobs.pretrain --help` lists them. Of those of what it lacks some are refused, the
+others do nothing: snapshot.*, cluster.* but verify_every_steps (OMP_NUM_THREADS gives a rank its threads),
+train.nonfinite_rollbacks, as there is none, and observe.* but peak_tflops: no TensorBoard, figures or reports.
 """
 
 import sys

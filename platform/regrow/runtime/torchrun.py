@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from regrow.config.schema import ParallelConfig, PretrainConfig
+from regrow.config.schema import Backend, ParallelConfig, PretrainConfig
 from regrow.control.verification import Outcome, named
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
@@ -150,6 +150,13 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
         )
     if (at := config.observe.profile_at_step) is not None:
         raise ConfigError(f"observe.profile_at_step={at}: without Ray no profile is taken; leave it out")
+    if (cache := config.parallel.compile_cache) is not None:
+        raise ConfigError(
+            f"parallel.compile_cache={cache}: without Ray nothing compiled is fetched or kept; leave it out, "
+            "TORCHINDUCTOR_CACHE_DIR names a folder of torch's own"
+        )
+    if config.cluster.backend is Backend.asynchronous:
+        raise ConfigError("cluster.backend=asynchronous: without Ray collectives on CPUs are gloo's; leave it out")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else config.cluster.name
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
