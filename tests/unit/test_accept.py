@@ -570,6 +570,58 @@ def test_a_killed_workers_survivors_that_have_to_go_on_are_those_that_make_the_s
     assert found["state"] == state, found
 
 
+class Restarted:
+    """A job of 60 steps that saves each 15 and is killed at 40; these groups come after."""
+
+    steps, checkpoint_every = 60, 15
+    groups_after: list[dict[str, Any]]
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.undisturbed, self.starts = name.endswith("-undisturbed"), 0
+        self.process = SimpleNamespace(send_signal=lambda number: None, wait=lambda: None)
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def wait_for_step(self, step: int, timeout_s: float) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        return dict.fromkeys(range(1, 61 if self.undisturbed or self.starts > 1 else 41), ROW)
+
+    def groups(self) -> list[dict[str, Any]]:
+        first = [{"start_step": step, "world_size": 3, "source": "checkpoint"} for step in (0, 21)]
+        return first + (self.groups_after if self.starts > 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("start_steps", "state", "figure"),
+    [
+        ([30], "proved", "10 steps again"),
+        ([30, 45], "proved", "10 steps again"),  # smaller at first: it grows once a worker is back
+        ([10], "refused", "30 steps again"),
+        ([10, 45], "refused", "30 steps again"),
+    ],
+)
+def test_what_a_killed_driver_cost_is_said_of_the_first_group_of_the_next(
+    start_steps: list[int], state: str, figure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was of the last one, which may begin past the step at which the driver was killed."""
+    config = SimpleNamespace(run=SimpleNamespace(storage_path=str(tmp_path)))
+    monkeypatch.setattr(checks_cluster, "arguments", list)
+    monkeypatch.setattr(checks_cluster, "settings", lambda given: (given, config))
+    monkeypatch.setattr(checks_cluster, "kill_a_worker", lambda *_: None)
+    groups = [{"start_step": step, "world_size": 3, "source": "checkpoint"} for step in start_steps]
+    monkeypatch.setattr(Restarted, "groups_after", groups, raising=False)
+    monkeypatch.setattr(checks_cluster, "Job", Restarted)
+    checks_cluster.train(Report(tmp_path / "report"))
+    found = read_report(tmp_path / "report")["cluster_driver_killed"]
+    assert (found["state"], figure in found["figure"]) == (state, True), found
+
+
 def test_runs_in_a_thread_too(checks: type) -> None:
     """Where signals cannot be caught."""
     outcomes: list[Outcome] = []

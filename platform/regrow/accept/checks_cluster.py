@@ -155,13 +155,13 @@ def train(report: Report) -> None:
     assert disturbed.process is not None
     disturbed.process.send_signal(signal.SIGKILL)
     disturbed.process.wait()
-    killed_at = max(disturbed.rows())
+    killed_at, num_groups = max(disturbed.rows()), len(disturbed.groups())
     began = time.monotonic()
     disturbed.start()
     disturbed.wait_for_step(killed_at + 1, START_S)
     back_s = time.monotonic() - began
     disturbed.wait(START_S)
-    again = disturbed.groups()[-1]
+    again = disturbed.groups()[num_groups]  # it may have grown since
     lost = killed_at - again["start_step"]
     problem = differences(disturbed.rows(), expected)
     if lost > disturbed.checkpoint_every:
