@@ -67,7 +67,9 @@ from regrow.control.values import SnapshotAck, Version  # noqa: E402
 from regrow.model.size import parameter_shapes  # noqa: E402
 from regrow.plan.boxes import Box  # noqa: E402
 from regrow.plan.mesh import Coordinates  # noqa: E402
+from regrow.plan.pipeline import Stages  # noqa: E402
 from regrow.plan.placement import placed, stage_of  # noqa: E402
+from regrow.plan.topology import plan_topology  # noqa: E402
 from regrow.record.events import Forming, Generation  # noqa: E402
 from regrow.record.log import EVENTS, RunLog  # noqa: E402
 from regrow.runtime.fleet import Fleet  # noqa: E402
@@ -303,7 +305,9 @@ def of_readings(result: Result, size: int) -> None:
         Member(f"m{rank}", nodes[rank // RANKS_PER_NODE], "host", 1, 1000 + rank, gpu=rank % RANKS_PER_NODE)
         for rank in range(size)
     ]
-    health = Health(Stalls(30.0, 600.0, 60.0), out, SilentKeepers(out), pipelines={size: PP})
+    stages = Stages(PP, tuple(range(stage, stage + 1) for stage in range(PP)))
+    topology = plan_topology(size, num_slices=size // PP * 3 // 2, stages=stages)
+    health = Health(Stalls(30.0, 600.0, 60.0), out, SilentKeepers(out), topologies={size: topology})
     totals, now = np.zeros((size, 2)), 0.0
     cpu, most, named = list[float](), list[float](), dict[int, int]()
     for number in range(1, READINGS + 1):

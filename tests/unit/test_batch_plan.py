@@ -32,6 +32,15 @@ def test_passes_are_as_few_as_the_slices_of_one_pass_allow(most: int, slices_per
     assert plan.idle_share == 0
 
 
+@given(SLICES, st.integers(1, 64), st.integers(1, 8))
+def test_what_a_rank_computes_is_what_its_passes_hold(num_slices: int, world_size: int, slices_per_pass: int) -> None:
+    plan = plan_batch(num_slices=max(num_slices, world_size), world_size=world_size, slices_per_pass=slices_per_pass)
+    for rank, slices in enumerate(plan.ranges):
+        passes = [len(each) for each in np.array_split(slices, min(len(slices), plan.num_micro_batches))]
+        passes += [passes[-1]] * (plan.num_micro_batches - len(passes))  # as a step adds zero-weight ones
+        assert plan.num_computed(rank) == sum(passes)
+
+
 def test_448_slices_fit_every_world_size_that_h100x64_allows() -> None:
     plans = check_world_sizes(num_slices=448, global_batch_seqs=448, min_workers=32, max_workers=64)
     assert [plan.world_size for plan in plans] == list(range(32, 65))

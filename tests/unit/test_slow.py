@@ -1,17 +1,21 @@
 """Which rank or link is found to be slow, in virtual time."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
+from regrow.config.schema import ParallelConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.commands import Outbox, Record, ShowRanks
 from regrow.control.health import AT_ONCE, Health, Pulse, Stalls
 from regrow.control.membership import Member
 from regrow.control.silent import SilentKeepers
-from regrow.control.slow import Kind, SlowRanks, Spent, Suspicion, slow_node
+from regrow.control.slow import Kind, SlowRanks, Spent, Suspicion, Worker, slow_node
 from regrow.control.suspects import SHOWN, SHOWN_WHOLE, Suspects
+from regrow.plan.pipeline import Stages
+from regrow.plan.topology import Topology, plan_topology
 from support.slow_world import World
 from support.told import Told, one
 
@@ -61,12 +65,73 @@ def test_a_stage_with_more_blocks_is_not_slow_and_a_rank_is_next_to_those_of_its
     """Ranks 0 to 2 have half as much to do again as ranks 3 to 5, which wait for their messages."""
     for slow_s, expected in ((0.0, set()), (0.3, {("node 1", 1)})):
         ranks, found = SlowRanks(), set()
-        stages = {(f"node {rank}", rank): rank // 3 for rank in range(6)}
+        topology = plan_topology(6, num_slices=3, stages=Stages(2, (range(2), range(2, 3))))
         for _, now, spent in World(0, 6, 1.0, 0.02, slow_s=slow_s, slow_from=50).readings(400):
-            spent = {w: replace(each, all_s=each.all_s + 0.4 * each.steps * stages[w]) for w, each in spent.items()}
-            ranks.read(spent, now, stages)
+            spent = {w: replace(each, all_s=each.all_s + 0.4 * each.steps * (w[1] // 3)) for w, each in spent.items()}
+            ranks.read(spent, now, ranks={worker: worker[1] for worker in spent}, topology=topology)
             found |= set(ranks.judge())
         assert found == expected
+
+
+def with_fewer_slices(
+    spent: Mapping[Worker, Spent], topology: Topology, ranks: Mapping[Worker, int]
+) -> dict[Worker, Spent]:
+    """Of a world whose steps are of a second, ranks with fewer slices wait longer for the others; a twentieth of what
+    ranks compute is the same for all. Those of a slow rank's unit are as slow."""
+    most, unit = topology.batch.most_slices, topology.unit_of(ranks["node 1", 1])
+    made = {}
+    for worker, rank in ranks.items():
+        each = spent["node 1", 1] if topology.unit_of(rank) == unit else spent[worker]
+        more_s = 0.95 * 0.8 * each.steps * (1 - len(topology.slices_of(rank)) / most)
+        made[worker] = replace(each, all_s=each.all_s + more_s)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "size", "slices_per_pass", "tp", "first", "slow_s"),
+    [
+        (16, 6, 3, 1, 0, 0.3),  # 2 3 3 2 3 3
+        (24, 7, 2, 1, 0, 0.3),  # 3 3 4 3 4 3 4
+        (8, 3, 3, 1, 0, 0.3),  # 2 3 3
+        (8, 3, 3, 1, 2, 0.6),  # the same: rank 0 with 2 keeps the others waiting
+        (3, 2, 2, 1, 0, 0.3),  # 1 2
+        (4, 3, 2, 1, 1, 0.3),  # 1 1 2
+        (3, 4, 2, 2, 2, 0.3),  # 1 2, of two ranks each
+    ],
+)
+def test_a_rank_with_more_slices_is_not_slow_and_one_that_is_slow_is_found_beside_it(
+    num_slices: int, size: int, slices_per_pass: int, tp: int, first: int, slow_s: float
+) -> None:
+    """Also where one unit alone has more of them, or fewer. The slow worker is rank `first` + 1."""
+    topology = plan_topology(size, num_slices=num_slices, slices_per_pass=slices_per_pass, tp=tp)
+    ranks = {(f"node {number}", number): (number + first) % size for number in range(size)}
+    slow = {rank for rank in range(size) if topology.unit_of(rank) == topology.unit_of(ranks["node 1", 1])}
+    for more_s, expected in ((0.0, set()), (slow_s, slow)):
+        out = Outbox()
+        suspects = Suspects(out)
+        for _, now, spent in World(0, size, 1.0, 0.02, slow_s=more_s, slow_from=50).readings(400):
+            suspects.read(with_fewer_slices(spent, topology, ranks), ranks, now, topology=topology)
+        assert {command.fields["rank"] for command in out if isinstance(command, Record)} == expected
+
+
+def test_what_a_group_of_this_size_has_to_do_is_known_where_its_ranks_are_compared() -> None:
+    told = Told(max_workers=5, parallel=ParallelConfig(slices_per_pass=3))
+    topology = plan_topology(5, num_slices=told.control._config.optim.num_slices, slices_per_pass=3)
+    assert [len(topology.slices_of(rank)) for rank in range(5)] == [2, 2, 3, 2, 3]
+    told.form(*(one(rank, f"node {rank}") for rank in range(5)))
+    told.begin([f"node {rank}" for rank in range(5)])
+    began, last = told.now, 0
+    for step, at, spent in World(0, 5, 1.0, 0.02).readings(100):
+        told.now = began + at
+        for each in range(last + 1, step + 1):
+            told.row(each, step_s=1.0)
+        last = step
+        for asked in [each for each in told.of(c.Ask) if each.question is c.Question.HEARTBEATS]:
+            for (node, pid), each in with_fewer_slices(spent, topology, {each: each[1] for each in spent}).items():
+                told(e.Answered(asked.number, node, [Pulse(pid, 1, step, 0.0, 0.0, "R", spent=each)]))
+        told.commands = [each for each in told.commands if not isinstance(each, c.Ask)]
+    assert len(told.of(ShowRanks)) > 10
+    assert told.records("suspected") == []
 
 
 def test_a_slow_link_is_looked_for_where_collectives_take_longer_and_no_rank_is_late() -> None:

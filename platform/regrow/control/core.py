@@ -411,7 +411,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
             usual=_usual(config),
             probe_every_steps=cluster.probe_every_steps,
             on_gpus=cluster.gpus_per_worker > 0,
-            pipelines={size: topology.mesh.pp for size, topology in table.items()},
+            topologies=table,
         ),
         snapshots.keepers,
         out,

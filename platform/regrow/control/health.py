@@ -22,6 +22,7 @@ from regrow.control.silent import DARK_S, SilentKeepers
 from regrow.control.slow import READ_PER_S, READ_S, Spent, Worker
 from regrow.control.suspects import Suspects
 from regrow.control.values import NOTHING, GpuReading
+from regrow.plan.topology import Table
 from regrow.record.events import Cause
 
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
@@ -204,13 +205,13 @@ class Health:
         usual: Usual | None = None,
         probe_every_steps: int = 0,
         on_gpus: bool = False,
-        pipelines: Mapping[int, int] | None = None,
+        topologies: Table | None = None,
     ) -> None:
-        """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases,
-        `pipelines` how many stages' ranks there are, by world size."""
+        """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases, by
+        `topologies` some ranks have more to do than others."""
         self._silent = silent
         self.stalls, self._probe_every_steps, self._on_gpus = stalls, probe_every_steps, on_gpus
-        self._pipelines = pipelines or {}
+        self._topologies = topologies or {}
         self.usual = usual or Usual(stalls.stuck_s)
         self.suspects = Suspects(out)
         self._gpus_are_read = False  # since the newest group began to train
@@ -384,8 +385,8 @@ class Health:
         self.usual.learn(pulse.longest_s for pulse in pulses.values())
         ranks = {(each.node, each.pid): rank for rank, each in enumerate(self._members)}
         if ranks and ranks.keys() <= pulses.keys():
-            pp = self._pipelines.get(len(ranks), 1)
-            self.suspects.read({worker: pulses[worker].spent for worker in ranks}, ranks, now, pp=pp)
+            topology = self._topologies.get(len(ranks))
+            self.suspects.read({worker: pulses[worker].spent for worker in ranks}, ranks, now, topology=topology)
             self.suspects.show(self.gpus, self._members)
             if self.suspects.wants_links and self._links is None:
                 self._links = self._ask(Question.LINKS, sorted({node for node, _ in ranks}), now)

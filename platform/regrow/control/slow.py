@@ -8,7 +8,7 @@ measure links.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain
@@ -16,6 +16,8 @@ from operator import attrgetter
 from statistics import median
 
 import numpy as np
+
+from regrow.plan.topology import Topology
 
 READ_S, READ_PER_S = 5.0, 750.0  # between readings, and more where there are more keepers: seven are two minutes
 DRIFT = 0.075  # of a step: half of the slowdown that is to be named
@@ -150,6 +152,49 @@ class Sums:
         return float(self.noise.sum()) / differences if differences >= 3 else 1.0
 
 
+@dataclass(frozen=True)
+class Duties:
+    """What ranks have to do in a step, by their places: int64 [n] each."""
+
+    stages: np.ndarray  # of their unit's pipeline
+    units: np.ndarray
+    slices: np.ndarray  # that go through them
+
+    @staticmethod
+    def alike(count: int) -> "Duties":
+        """All have the same."""
+        return Duties(np.zeros(count, int), np.arange(count), np.ones(count, int))
+
+    @staticmethod
+    def of(ranks: np.ndarray, topology: Topology) -> "Duties":
+        """Those of `ranks`, int64 [n]."""
+        mesh, width = topology.mesh, topology.mesh.tp * topology.mesh.cp
+        parts = np.array([mesh.part_of(rank) for rank in range(0, mesh.world_size, width)])
+        units, stages = np.divmod(parts[ranks // width], mesh.pp)
+        slices = np.array([topology.batch.num_computed(unit) for unit in range(mesh.num_units)])
+        return Duties(stages, units, slices[units])
+
+    def different(self) -> Iterator[tuple[int, int]]:
+        """Stages and numbers of slices that there are, each pair once."""
+        for stage in np.unique(self.stages).tolist():
+            for slices in np.unique(self.slices[self.stages == stage]).tolist():
+                yield stage, slices
+
+    def equal(self, stage: int, slices: int) -> np.ndarray:
+        """Which ranks have these to do."""
+        return (self.stages == stage) & (self.slices == slices)
+
+    def compared(self, stage: int, slices: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which ranks one of a stage with so many slices is compared with, and by what their times are multiplied.
+
+        They have as many. A unit that has them alone is compared with all of its stage: with more slices these take no
+        less time; with fewer their time grows with the slices at the most, as a part of a step is the same for all.
+        """
+        equal, of_stage = self.equal(stage, slices), self.stages == stage
+        compared = equal if len(np.unique(self.units[equal])) > 1 else of_stage
+        return compared, np.maximum(1.0, slices / self.slices[compared])
+
+
 @dataclass
 class Means:
     """What ranks spent a step's time on, of one reading: seconds."""
@@ -187,17 +232,24 @@ class SlowRanks:
         self._workers: tuple[Worker, ...] = ()
         self._sums = Sums.of(0)
         self._spent: np.ndarray | None = None  # FIELDS of each, totals; None: of this generation nothing
-        self._stages = np.zeros(0, int)
+        self._duties = Duties.alike(0)
         self.means = Means()  # of the newest reading
 
     def begin(self) -> None:
         """Another generation: totals begin anew."""
         self._spent, self.means = None, Means()
 
-    def read(self, spent: Mapping[Worker, Spent], now: float, stages: Mapping[Worker, int] | None = None) -> bool:
+    def read(
+        self,
+        spent: Mapping[Worker, Spent],
+        now: float,
+        *,
+        ranks: Mapping[Worker, int] | None = None,
+        topology: Topology | None = None,
+    ) -> bool:
         """Take a reading, of all ranks; whether it counts: each has done a step since the one before.
 
-        Ranks of one of the `stages` of a pipeline are compared with one another: others have more or fewer blocks.
+        Ranks are compared with those that have as much to do, by `topology` and their numbers in it; without, all have.
         """
         if self._places.keys() != spent.keys():
             self._take_over(tuple(spent))
@@ -214,7 +266,10 @@ class SlowRanks:
         parts[:, TIMES] = (totals[:, TIMES] - before[:, TIMES]) / steps[:, None]
         parts[:, STEPS] = steps
         self.means = Means(self._workers, parts)
-        self._stages = np.array([stages[worker] for worker in self._workers] if stages else [0] * len(spent))
+        self._duties = Duties.alike(len(spent))
+        if ranks is not None and topology is not None:
+            numbers = np.fromiter((ranks[worker] for worker in self._workers), int, len(spent))
+            self._duties = Duties.of(numbers, topology)
         self._sums.add(self._excess(), now)
         return True
 
@@ -227,11 +282,13 @@ class SlowRanks:
         """By how much of a step each takes longer by itself than the others, which have the same to do."""
         own_s, step_s = self.means.own_s, float(self.means.step_s.mean())
         late_s = np.zeros(len(own_s))
-        for stage in np.unique(self._stages):
-            of_stage = self._stages == stage
-            more = own_s[of_stage] - np.median(own_s[of_stage])
+        for duty in self._duties.different():
+            equal, (compared, times) = self._duties.equal(*duty), self._duties.compared(*duty)
+            more = own_s[compared] * times
+            more -= np.median(more)
             near = np.clip(more, LEAST * step_s, MOST * step_s)
-            late_s[of_stage] = more - (near.sum() - near) / max(1, len(near) - 1)  # than the others' mean
+            late = more - (near.sum() - near) / max(1, len(near) - 1)  # than the others' mean
+            late_s[equal] = late[equal[compared]]
         return late_s / np.maximum(step_s - np.maximum(0.0, late_s), 1e-9)
 
     def judge(self) -> list[Worker]:
@@ -247,11 +304,12 @@ class SlowRanks:
 
     def suspicion(self, worker: Worker, rank: int | None) -> Suspicion:
         """What it is suspected of, by what it spends more on than the others."""
-        place, means = self._places[worker], self.means
-        mean, others = means.of(place), self._stages == self._stages[place]
-        others[place] = False
-        data_s, copy_s = (means.parts[others, FIELDS.index(name)] for name in ("data_s", "copy_s"))
-        own_s = means.own_s[others]
+        place, means, duties = self._places[worker], self.means, self._duties
+        mean = means.of(place)
+        compared, times = duties.compared(int(duties.stages[place]), int(duties.slices[place]))
+        others = (means.parts[compared] * times[:, None])[np.flatnonzero(compared) != place]
+        data_s, copy_s = (others[:, FIELDS.index(name)] for name in ("data_s", "copy_s"))
+        own_s = others[:, STEP] - others[:, WAITS].sum(axis=1)
         more = {
             Kind.slow_compute: mean.compute_s - float(np.median(np.maximum(0.0, own_s - data_s - copy_s))),
             Kind.slow_data: mean.data_s - float(np.median(data_s)),

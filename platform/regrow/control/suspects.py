@@ -9,6 +9,7 @@ from regrow.control.commands import Outbox, ShowRanks
 from regrow.control.membership import Member
 from regrow.control.slow import Kind, SlowCollectives, SlowRanks, Spent, Suspicion, Worker, slow_node
 from regrow.control.values import GpuReading
+from regrow.plan.topology import Topology
 
 SHOWN_WHOLE, SHOWN = 128, 8  # ranks up to which all are shown; above it, so many of the slowest
 OF_RANKS = (Kind.slow_compute, Kind.slow_data, Kind.slow_copy)
@@ -46,12 +47,19 @@ class Suspects:
             if suspicion.kind in OF_RANKS and (suspicion.node, suspicion.pid) in workers:
                 self._clear(suspicion, recovered=False)
 
-    def read(self, spent: Mapping[Worker, Spent], ranks: Mapping[Worker, int], now: float, *, pp: int = 1) -> None:
-        """What all ranks of the generation have spent their time on so far; `pp` stages have as many of them each."""
+    def read(
+        self,
+        spent: Mapping[Worker, Spent],
+        ranks: Mapping[Worker, int],
+        now: float,
+        *,
+        topology: Topology | None = None,
+    ) -> None:
+        """What all ranks of the generation have spent their time on so far; by its `topology` some have more to do
+        than others, None: all have the same."""
         self._numbers = ranks
         self.lost({(each.node, each.pid) for each in self.found.values()} - ranks.keys())
-        stages = {worker: rank * pp // len(ranks) for worker, rank in ranks.items()} if pp > 1 else None
-        if not self.ranks.read(spent, now, stages):
+        if not self.ranks.read(spent, now, ranks=ranks, topology=topology):
             return
         for worker in self.ranks.judge():
             for suspicion in [each for each in self.found.values() if (each.node, each.pid) == worker]:

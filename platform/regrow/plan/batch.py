@@ -25,6 +25,10 @@ class BatchPlan:
         """Slices of each data-parallel rank, contiguous, in rank order."""
         return tuple(map(self.range_of, range(self.world_size)))
 
+    def num_computed(self, rank: int) -> int:
+        """Slices that go through a data-parallel rank's passes, those of zero-weight ones included."""
+        return max(len(self.range_of(rank)), self.num_micro_batches)
+
     @property
     def most_slices(self) -> int:
         """Slices of the rank that has most."""
