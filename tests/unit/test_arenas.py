@@ -389,6 +389,33 @@ def test_a_folder_that_was_deleted_meanwhile_is_filled_anew(tmp_path: Path, runt
     assert not runtime.pinned
 
 
+class Refusing:
+    """A driver that pins, and unpins nothing."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 1
+
+
+def test_pages_that_the_driver_did_not_unpin_are_counted_and_their_addresses_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is mapped at the same addresses later could not be pinned, and a copy there would go to the old pages."""
+    with counting_runtime(Runtime(Refusing())) as runtime:
+        for generation in range(1, 4):
+            arenas = Arenas(tmp_path)
+            (arena,) = arenas.take(slots_of(tmp_path, generation, 1), 64 * PAGE)
+            arena.pin()
+            arenas.release([arena])
+            arenas.close()
+            del arena
+        assert runtime.num_bytes == 3 * 64 * PAGE, "three ranges, none of them where another one was"
+    assert not list(tmp_path.glob("arenas*"))
+    assert "stay pinned until this process ends (cudaHostUnregister: error 1)" in caplog.text
+
+
 def test_memory_that_a_device_may_write_to_yet_is_not_made_another_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,8 +74,11 @@ class Runtime:
         return NO_MEMORY if len(self.pinned) == self.room else 0
 
     def cudaHostUnregister(self, address: int) -> Any:
-        known = self.pinned.pop(address, None) is not None
-        return self._real.cudaHostUnregister(address) if self._real else 0 if known else NOT_REGISTERED
+        known = 0 if address in self.pinned else NOT_REGISTERED
+        outcome = self._real.cudaHostUnregister(address) if self._real else known
+        if int(outcome) == 0:
+            self.pinned.pop(address, None)
+        return outcome
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)

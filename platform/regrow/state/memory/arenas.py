@@ -14,6 +14,7 @@ arena is taken. What becomes of memory is bounded by what two generations' slots
 import contextlib
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import secrets
@@ -28,6 +29,9 @@ from regrow.state.memory.slots import Committed, open_slot, void
 
 MOST_WASTE = 1.5  # of an arena's size to its slot's: groups of 4 and 3 nodes take turns in the same memory
 _NAME = "arenas-"
+
+log = logging.getLogger(__name__)
+_pinned_for_good: list[mmap.mmap] = []  # mapped yet, or other memory at these addresses would pass for pinned
 
 
 class Arena:
@@ -89,11 +93,15 @@ class Arena:
         return True
 
     def drop(self) -> None:
-        """Let go of the memory, which is freed once it is no slot either."""
+        """Let go of the memory, which is freed once it is no slot either, and CUDA has let go of it too."""
         if self._address:
             import torch
 
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            outcome = int(torch.cuda.cudart().cudaHostUnregister(self._address))
+            if outcome:
+                _pinned_for_good.append(self.memory)
+                told = "%.1f GB of %s stay pinned until this process ends (cudaHostUnregister: error %d)"
+                log.warning(told, self.num_bytes / 1e9, self.path.parent, outcome)
             self._address = 0
         self.path.unlink(missing_ok=True)
 
