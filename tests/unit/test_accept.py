@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from regrow.accept import checks_cluster, checks_kernels, checks_one_gpu, checks_one_node
+from regrow.accept import checks_cluster, checks_kernels, checks_one_gpu, checks_one_node, checks_training
 from regrow.accept.claims import CHECKS, Check, Claim, Finding, NotTested, Part, Report, State, read_report
 from regrow.accept.main import HELP, READ, Options, chosen, measured, parse, show, why_skipped, write_json
 from regrow.accept.runner import Machine, Outcome, members, run_check, run_checks
@@ -455,6 +455,31 @@ def test_a_snapshot_is_confirmed_once_the_next_step_was_launched(tmp_path: Path)
         "confirm 3",
     ]
     assert Committed.read(tmp_path).newest.step == 3
+
+
+@pytest.mark.parametrize(("waits_for_all", "state"), [(False, "proved"), (True, "refused")])
+def test_slots_that_are_closed_only_once_the_device_rests_are_refused(
+    waits_for_all: bool, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel took a second, and closing might take five."""
+    order: list[str] = []
+    event = SimpleNamespace(record=lambda: order.append("event"), query=lambda: "rest" in order)
+    monkeypatch.setattr(checks_training.torch.cuda, "_sleep", lambda cycles: order.append("kernel"))
+    monkeypatch.setattr(checks_training.torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(checks_training.torch.cuda, "synchronize", lambda: order.append("rest"))
+
+    def begin(step: int, scalars: object) -> bool:
+        order.append(f"copy {step}, committed {Committed.read(tmp_path).newest.step}")
+        return True
+
+    def close() -> None:
+        order.append("rest" if waits_for_all else "close")
+
+    snapshots: Any = SimpleNamespace(folder=tmp_path, generation=1, begun=2, begin=begin, close=close)
+    checks_training.slots_closed(Report(tmp_path / "report"), snapshots)
+    found = read_report(tmp_path / "report")["slots_closed"]
+    assert found["state"] == state, found
+    assert order[:3] == ["copy 3, committed 2", "kernel", "event"]
 
 
 def shared_memory_gib(gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
