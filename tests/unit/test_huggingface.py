@@ -19,13 +19,15 @@ import pytest
 import torch
 from jobs import checkpoint
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
+from tokenizers.processors import ByteLevel, RobertaProcessing, TemplateProcessing
 from torch import Tensor
 
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import DataConfig, Dtype, ModelConfig, OptimConfig, PretrainConfig, RunConfig
 from regrow.config.store import pretrain_config
 from regrow.data.prepare.prepare import prepare
-from regrow.data.prepare.tokenizer import END_OF_TEXT
+from regrow.data.prepare.tokenizer import END_OF_TEXT, encode, parse_tokenizer, train_tokenizer
 from regrow.data.read.manifest import Manifest
 from regrow.errors import CheckpointError, ConfigError, DataError, RegrowError, ResumeError
 from regrow.model.llama import Llama
@@ -482,6 +484,32 @@ def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
     (tmp_path / "data" / "words" / "tokenizer.json").write_bytes(tokenizer + b" ")
     with pytest.raises(DataError, match=r"tokenizer\.json is not what its manifest says"):
         export(tmp_path / "run", tmp_path / "damaged")
+
+
+TEMPLATE = TemplateProcessing(single="a $A", special_tokens=[("a", 65)])
+
+
+@pytest.mark.parametrize(
+    ("processor", "kept"),
+    [
+        (TEMPLATE, None),
+        (RobertaProcessing(("b", 66), ("a", 65)), None),
+        (processors.Sequence([ByteLevel(trim_offsets=False), TEMPLATE]), ["ByteLevel"]),  # Llama 3's
+    ],
+    ids=["template", "roberta", "sequence"],
+)
+def test_an_exported_tokenizer_puts_no_token_before_a_text(processor: Any, kept: Any, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["a text of words, and another one"] * 9, vocab_size=300)
+    tokenizer.post_processor = processor
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=64)
+    huggingface.export_tokenizer(Storage.at(tmp_path), tokenizer.to_str().encode(), end_of_text=END_OF_TEXT, seq_len=8)
+    exported = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]
+    assert (exported and [each["type"] for each in exported["processors"]]) == kept
+    text = "another text ¶ of words"
+    trained = encode(parse_tokenizer(tokenizer.to_str().encode(), "here"), [text])[0]
+    assert trained is not None
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids == trained.tolist()
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ _IN_BLOCKS = {
     "ffn.w2": "mlp.down_proj",
     "ffn.w3": "mlp.up_proj",
 }
+ADD_TOKENS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -112,7 +113,16 @@ def _write(target: Storage, file: str, tensors: CheckpointTensors, names: list[s
 
 
 def export_tokenizer(target: Storage, tokenizer: bytes, *, end_of_text: str, seq_len: int) -> None:
-    """Write the corpus' tokenizer.json, and what `AutoTokenizer` needs beside it."""
+    """Write the corpus' tokenizer.json, and what `AutoTokenizer` needs beside it.
+
+    Without what preparation leaves out too: tokens put around a text, truncation, padding.
+    """
+    content = json.loads(tokenizer)
+    prepared = content | {
+        "truncation": None,
+        "padding": None,
+        "post_processor": _adds_none(content.get("post_processor")),
+    }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_text,
@@ -120,8 +130,19 @@ def export_tokenizer(target: Storage, tokenizer: bytes, *, end_of_text: str, seq
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    target.write_bytes("tokenizer.json", tokenizer)
+    unchanged = prepared == content
+    target.write_bytes("tokenizer.json", tokenizer if unchanged else json.dumps(prepared, ensure_ascii=False).encode())
     target.write_bytes("tokenizer_config.json", _to_json(config))
+
+
+def _adds_none(processor: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A tokenizer's post-processor without those of its parts that put tokens around a text."""
+    if processor is None or processor["type"] in ADD_TOKENS:
+        return None
+    if processor["type"] == "Sequence":
+        kept = [each for each in map(_adds_none, processor["processors"]) if each]
+        return {**processor, "processors": kept} if kept else None
+    return processor
 
 
 def read_model(source: Storage) -> ModelConfig:
