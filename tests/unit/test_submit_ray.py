@@ -59,10 +59,21 @@ def test_storage_of_this_checkout_is_refused() -> None:
         submit(compose(arguments), arguments)
 
 
+def refused(last: str) -> RuntimeError:
+    """What Ray's client raises of an error in the agent, which the head hands on: each writes its traceback."""
+    text = last
+    for kind in ("ValueError", "RuntimeError"):
+        text = (
+            "Request failed with status code 500: Traceback (most recent call last):\n"
+            f'  File "ray/dashboard/job.py", line 9, in answer\n    await self.do()\n{kind}: {text}\n.'
+        )
+    return RuntimeError(text)
+
+
 class NotReady:
     """Ray's client, of a head that is just starting: as many refusals as there are errors."""
 
-    def __init__(self, *errors: str) -> None:
+    def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
 
     def list_jobs(self) -> list[Any]:
@@ -70,7 +81,7 @@ class NotReady:
 
     def submit_job(self, **spec: Any) -> str:
         if self.errors:
-            raise RuntimeError(f"Request failed with status code 500: {self.errors.pop(0)}\nTraceback")
+            raise self.errors.pop(0)
         return "raysubmit_1"
 
 
@@ -83,16 +94,18 @@ def jobs_of(client: object, monkeypatch: pytest.MonkeyPatch) -> RayJobs:
 def test_a_head_that_has_no_agent_yet_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    not_yet = "No available agent to submit job, please try again later."
+    not_yet = RuntimeError(
+        "Request failed with status code 500: No available agent to submit job, please try again later.."
+    )
     jobs_of(NotReady(not_yet, not_yet), monkeypatch).apply({"entrypoint": "true"})
     assert "submitted raysubmit_1" in capsys.readouterr().err
 
 
 def test_a_job_that_the_cluster_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ClusterError, match="did not take the job: Request failed with status code 500: no room"
+        ClusterError, match=r"did not take the job: Request failed with status code 500: ValueError: no room$"
     ) as caught:
-        jobs_of(NotReady("no room"), monkeypatch).apply({"entrypoint": "true"})
+        jobs_of(NotReady(refused("no room")), monkeypatch).apply({"entrypoint": "true"})
     assert "\n" not in str(caught.value)
 
 
@@ -120,10 +133,15 @@ class Breaks:
         return cast(JobStatus, self._answer("get_job_status", JobStatus.RUNNING))
 
 
-GONE = [ConnectionError("Failed to connect to Ray\nat head"), RuntimeError("Request failed with status code 502\nx")]
+GONE = [
+    (ConnectionError("Failed to connect to Ray\nat head"), "Failed to connect to Ray"),
+    (RuntimeError("Request failed with status code 502: Bad Gateway\nx."), "status code 502: Bad Gateway"),
+    (refused("gone"), "status code 500: ValueError: gone"),
+]
+AWAY = pytest.mark.parametrize(("error", "why"), GONE, ids=["connection", "status", "traceback"])
 
 
-@pytest.mark.parametrize("error", GONE, ids=["connection", "status"])
+@AWAY
 @pytest.mark.parametrize(
     ("at", "line"),
     [
@@ -132,23 +150,25 @@ GONE = [ConnectionError("Failed to connect to Ray\nat head"), RuntimeError("Requ
     ],
 )
 def test_a_cluster_that_goes_away_while_a_job_is_stopped_is_one_line(
-    at: str, line: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+    at: str, line: str, error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = jobs_of(Breaks(at, error), monkeypatch)
     with pytest.raises(ClusterError, match=line) as caught:
         jobs.stop(wait_s=5)
+    assert f"{why});" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("error", GONE, ids=["connection", "status"])
+@AWAY
 def test_a_job_that_is_lost_sight_of_has_a_status_of_its_own(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("regrow.submit.ray_jobs.JobSubmissionClient", lambda address: Breaks("get_job_status", error))
     arguments = [*RAY, "submit.action=logs"]
     assert submit(compose(arguments), arguments) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: lost sight of raysubmit_1 (")
+    assert f"{why});" in line
     assert line.endswith("it may well run on: submit.action=logs")
 
 
@@ -156,7 +176,7 @@ def test_a_job_that_is_lost_sight_of_has_a_status_of_its_own(
 def test_a_cluster_that_goes_away_before_it_is_asked_for_its_jobs_is_one_line(
     act: Callable[[RayJobs], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = Breaks("", GONE[0])
+    client = Breaks("", GONE[0][0])
     jobs = jobs_of(client, monkeypatch)
     client.at = "list_jobs"
     with pytest.raises(ClusterError, match=r"^the Ray cluster does not say which jobs it has \(Failed to connect"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.config.store import pretrain_config
-from regrow.errors import ClusterError, ConfigError, JobNotThereError, RegrowError, first_line
+from regrow.errors import ClusterError, ConfigError, JobNotThereError, RegrowError
 from regrow.record.log import read_events
 from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status
@@ -25,7 +25,7 @@ from regrow.show.units import when
 from regrow.storage import Storage, join_location
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay, head_of
-from regrow.submit.reasons import unix
+from regrow.submit.reasons import refusal, unix
 
 PRETRAIN = ("jobs.pretrain", "jobs/pretrain.py")  # as a command names it; the second, where Ray did not start it
 ANSWER_S, POLL_S = 180.0, 0.5  # for a small job on a Ray cluster, the first of which takes the checkout there
@@ -84,7 +84,7 @@ def on_ray(address: str, *, run: str | None) -> Look:
         client.list_jobs()
     except Exception as error:  # of Ray or of its HTTP client
         raise ClusterError(
-            f"no Ray cluster lets us in at {address} ({first_line(error)}); name its dashboard, http://HOST:8265, and "
+            f"no Ray cluster lets us in at {address} ({refusal(error)}); name its dashboard, http://HOST:8265, and "
             "set RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH if it wants a token"
         ) from error
 
@@ -101,7 +101,7 @@ def on_ray(address: str, *, run: str | None) -> Look:
                 return _not_read(name, folder, lines, str(error))
             return replace(read if found.status.is_terminal() else _of_attempt(read, begun_at), job=lines)
         except (RuntimeError, OSError) as error:  # of Ray's client
-            raise ClusterError(f"{address} does not answer: {first_line(error)}") from error
+            raise ClusterError(f"{address} does not answer: {refusal(error)}") from error
 
     return look
 

@@ -12,8 +12,9 @@ from aiohttp import ClientError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from regrow.config.schema import SubmitJobConfig
-from regrow.errors import ClusterError, first_line
+from regrow.errors import ClusterError
 from regrow.submit.kuberay import LostSight
+from regrow.submit.reasons import refusal
 from regrow.submit.render import Code, config_sha256, entrypoint
 
 CHECKOUT = Path(__file__).parents[3]
@@ -55,7 +56,7 @@ def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
         except RuntimeError as error:
             if NO_AGENT not in str(error) or time.monotonic() > give_up_at:
                 taken = "" if NO_AGENT not in str(error) else AGENT_PORT
-                raise ClusterError(f"the cluster did not take the job: {first_line(error)}{taken}") from error
+                raise ClusterError(f"the cluster did not take the job: {refusal(error)}{taken}") from error
         time.sleep(POLL_S)
 
 
@@ -71,7 +72,7 @@ class RayJobs:
             self.client.list_jobs()
         except Exception as error:  # of Ray or of its HTTP client
             raise ClusterError(
-                f"no Ray cluster lets us in at {address or 'its usual address'} ({first_line(error)}); set "
+                f"no Ray cluster lets us in at {address or 'its usual address'} ({refusal(error)}); set "
                 "submit.address=http://HOST:8265, and RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH if it wants one"
             ) from error
 
@@ -102,7 +103,7 @@ class RayJobs:
             info = self.client.get_job_info(job)
         except AWAY as error:
             raise LostSight(
-                f"lost sight of {job} ({first_line(error)}); it may well run on: submit.action=logs"
+                f"lost sight of {job} ({refusal(error)}); it may well run on: submit.action=logs"
             ) from error
         print(f"{job}: {info.status.value}: {info.message}", file=sys.stderr)
         return 0 if info.status in (JobStatus.SUCCEEDED, JobStatus.STOPPED) else 1
@@ -142,7 +143,7 @@ class RayJobs:
             self.client.stop_job(job)
         except AWAY as error:
             raise ClusterError(
-                f"{job} could not be asked to end ({first_line(error)}); it may run on: try submit.action=stop again"
+                f"{job} could not be asked to end ({refusal(error)}); it may run on: try submit.action=stop again"
             ) from error
         print(f"asked {job} to end after its step, with a checkpoint", file=sys.stderr)
         give_up_at = time.monotonic() + wait_s + STOPPING_S
@@ -153,7 +154,7 @@ class RayJobs:
                 time.sleep(POLL_S)
         except AWAY as error:
             raise ClusterError(
-                f"lost sight of {job} ({first_line(error)}); it was asked to end, and does so by itself"
+                f"lost sight of {job} ({refusal(error)}); it was asked to end, and does so by itself"
             ) from error
 
     def newest(self) -> JobDetails | None:
@@ -164,7 +165,7 @@ class RayJobs:
         try:
             jobs = self.client.list_jobs()
         except AWAY as error:
-            raise ClusterError(f"the Ray cluster does not say which jobs it has ({first_line(error)})") from error
+            raise ClusterError(f"the Ray cluster does not say which jobs it has ({refusal(error)})") from error
         mine = [job for job in jobs if (job.metadata or {}).get(RUN) == self.run]
         return sorted(mine, key=lambda job: job.start_time or 0, reverse=True)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from regrow.errors import first_line
 from regrow.show.units import duration
 
 Object = dict[str, Any]
@@ -67,6 +68,17 @@ def cause(message: str) -> str:
     first, last = lines[0][: TEXT // 3], lines[-1]
     rest = TEXT - len(first)
     return f"{first} ... {last if len(last) <= rest else last[-rest:]}"
+
+
+def refusal(error: BaseException) -> str:
+    """What Ray's client says, in a line: of a traceback over there the status before it and the error at its end.
+
+    >>> refusal(RuntimeError("Request failed with status code 500: Traceback (...):\\n  File ...\\nOSError: full\\n."))
+    'Request failed with status code 500: OSError: full'
+    """
+    status, _, text = str(error).partition("Traceback (")
+    lines = [line.strip() for line in text.splitlines() if line.strip(" .")]  # the client ends what it is told in a dot
+    return (status.rpartition("\n")[2] + lines[-1])[:TEXT] if lines else first_line(error)
 
 
 def _deletion(metadata: Object, now: float) -> list[Reason]:
