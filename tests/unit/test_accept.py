@@ -1,5 +1,6 @@
 """Acceptance's runner: deadlines, crashes, interruptions, the form of its JSON; and its command line."""
 
+import contextlib
 import importlib
 import io
 import json
@@ -12,13 +13,14 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from regrow.accept import checks_cluster, checks_kernels, checks_one_gpu, checks_one_node, checks_training
 from regrow.accept.claims import CHECKS, Check, Claim, Finding, NotTested, Part, Report, State, read_report
@@ -480,6 +482,72 @@ def test_slots_that_are_closed_only_once_the_device_rests_are_refused(
     found = read_report(tmp_path / "report")["slots_closed"]
     assert found["state"] == state, found
     assert order[:3] == ["copy 3, committed 2", "kernel", "event"]
+
+
+class Copying:
+    """A device, by its own clock, on which a product takes a millisecond, and longer beside a snapshot's copy."""
+
+    def __init__(self, copy_s: float, beside_s: float) -> None:
+        self.copy_s, self.beside_s = copy_s, beside_s
+        self.now, self.copied_at, self.on_side_stream = 0.0, 0.0, False
+
+    def mm(self, *_: object) -> None:
+        meanwhile = self.copied_at - self.now
+        if meanwhile >= self.beside_s:
+            self.now += self.beside_s
+        else:
+            self.now += meanwhile + 1e-3 * (1 - meanwhile / self.beside_s) if meanwhile > 0 else 1e-3
+
+    def begin(self, *_: object) -> bool:
+        self.copied_at = self.now + self.copy_s
+        return True
+
+    @contextlib.contextmanager
+    def stream(self, _: object) -> Iterator[None]:
+        self.on_side_stream = True
+        yield
+        self.on_side_stream = False
+
+    def event(self, **_: object) -> Any:
+        event = SimpleNamespace(synchronize=lambda: None, at=0.0)
+
+        def record() -> None:
+            event.at = self.copied_at if self.on_side_stream else self.now
+
+        event.record, event.elapsed_time = record, lambda other: 1e3 * (other.at - event.at)
+        return event
+
+
+@pytest.mark.parametrize(
+    ("first_copy_s", "copy_s", "beside_s", "state", "figure"),
+    [
+        (0.234, 0.234, 1.08e-3, "proved", "+8.0%"),
+        (0.026, 0.026, 1.08e-3, "proved", "+8.0%"),  # slots of a small /dev/shm
+        (0.026, 0.026, 1.2e-3, "refused", "+20.0%"),
+        (0.026, 0.026, float("inf"), "refused", "+inf%"),  # no product ran meanwhile
+        (0.040, 0.026, 1.2e-3, "refused", "+20.0%"),  # and some ran alone
+        (0.100, 0.026, 1.2e-3, "not_tested", None),
+    ],
+)
+def test_what_a_copy_costs_products_is_said_of_those_beside_it(
+    first_copy_s: float,
+    copy_s: float,
+    beside_s: float,
+    state: str,
+    figure: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was said of 200, of which most ran after a small slot's copy."""
+    device = Copying(copy_s, beside_s)
+    for name, stand_in in {"Event": device.event, "stream": device.stream, "Stream": lambda _: None}.items():
+        monkeypatch.setattr(checks_training.torch.cuda, name, stand_in)
+    monkeypatch.setattr(checks_training.torch, "mm", device.mm)
+    monkeypatch.setattr(checks_training.torch, "randn", lambda *_, **__: None)
+    snapshots: Any = SimpleNamespace(begin=device.begin, wait=lambda: None, confirm=lambda step: None)
+    checks_training.slots_beside(Report(tmp_path / "report"), snapshots, torch.device("cpu"), first_copy_s)
+    found = read_report(tmp_path / "report")["slots_beside"]
+    assert (found["state"], (found["figure"] or "").partition(" ")[0] or None) == (state, figure), found
 
 
 def shared_memory_gib(gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
