@@ -13,11 +13,14 @@ import ray
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
 from regrow.control.values import Version
+from regrow.plan.mesh import ALONE
 from regrow.runtime import memory_tier
 from regrow.runtime.abort import Breaker
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.memory_tier import MemoryTier, cannot_serve
 from regrow.state.memory.control_word import ControlWord
+from regrow.state.memory.holders import Holders
+from regrow.state.memory.reader import Restored
 from regrow.state.memory.transport import TransportError
 from support.keepers import wait_until
 
@@ -73,6 +76,48 @@ def test_a_worker_whose_keeper_has_ended_has_another_one_from_its_next_group_on(
     assert newcomer.keeper is other
     assert newcomer.secret == (b"secret" if speaks else b"of the other")
     breaker.left()
+
+
+FIRST = "node1/a.slot: model/1 fails its checksum"
+
+
+@pytest.mark.parametrize(
+    ("again", "other", "events"),
+    [
+        ((), "", [("snapshot_damaged", FIRST)]),
+        ((FIRST.replace("model/1", "model/2"),), "", [("snapshot_damaged", FIRST)]),
+        (
+            ("node2/b.slot: is cut short",),
+            "",
+            [("snapshot_damaged", FIRST), ("snapshot_damaged", "node2/b.slot: is cut short")],
+        ),
+        ((), "no copy is sound", [("snapshot_damaged", FIRST), ("snapshot_unreadable", "no copy is sound")]),
+    ],
+)
+def test_what_a_rank_refuses_is_told_though_another_rank_has_all_read_again(
+    newcomer: MemoryTier,
+    monkeypatch: pytest.MonkeyPatch,
+    again: tuple[str, ...],
+    other: str,
+    events: list[tuple[str, str]],
+) -> None:
+    """Each file once. Another rank could not read the first snapshot, nor, where `other` says why, the second."""
+    told: list[tuple[str, str]] = []
+    holders, problems = Holders(Version(1, 5)), iter(["no copy is sound", other])
+    restored, progress = iter([(FIRST,), again]), SimpleNamespace()
+    newcomer.coordinator = SimpleNamespace(  # type: ignore[assignment]
+        newest_snapshot=lambda: holders,
+        committed_snapshot=lambda: holders,
+        note=lambda event, fields: told.append((event, fields["detail"])),
+    )
+    monkeypatch.setattr(memory_tier.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(memory_tier, "from_rank_0", lambda mine: mine)
+    monkeypatch.setattr(memory_tier, "gather", lambda mine: [mine, next(problems)])
+    monkeypatch.setattr(memory_tier, "restore_snapshot", lambda *_, **__: Restored({}, problems=next(restored)))
+    monkeypatch.setattr(memory_tier, "restored_progress", lambda *_, **__: progress)
+    newcomer.secret = b"secret"
+    assert newcomer.restore([], ALONE, at_least=1) is (None if other else progress)
+    assert told == events
 
 
 def test_a_keeper_that_cannot_work_is_said_with_what_to_set() -> None:

@@ -140,7 +140,7 @@ class MemoryTier:
         None where there is no snapshot of step `at_least` or later, and where some rank could not read it: what the
         entries hold then is nothing to go by.
         """
-        step, problem = 0, ""
+        step, problem, told = 0, "", set[str]()
         for ask in (self.coordinator.newest_snapshot, self.coordinator.committed_snapshot):
             newest = ask() if dist.get_rank() == 0 else None
             found = from_rank_0(newest.to_json() if newest is not None else None)
@@ -148,10 +148,12 @@ class MemoryTier:
                 return None
             step = holders.moment.step
             restored, mine = self._read(entries, place, holders)
+            for refused in restored.problems if restored is not None else ():  # whatever becomes of the others
+                if (file := refused.partition(": ")[0]) not in told:
+                    self.coordinator.note("snapshot_damaged", {"step": step, "detail": refused})
+                    told.add(file)
             problem = next(filter(None, gather(mine)), "")
             if restored is not None and not problem:
-                for refused in restored.problems:
-                    self.coordinator.note("snapshot_damaged", {"step": step, "detail": refused})
                 return restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
         if dist.get_rank() == 0:
             self.coordinator.note("snapshot_unreadable", {"step": step, "detail": problem})
