@@ -1,14 +1,17 @@
 """The same run as a job of a running Ray cluster. What needs a cluster is in tests/cluster."""
 
 import io
+import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from zipfile import ZipFile
 
 import pytest
 import yaml
+from ray._private.runtime_env.packaging import create_package
 from ray.job_submission import JobStatus
 
 from regrow.errors import ClusterError, ConfigError
@@ -43,6 +46,39 @@ def test_the_checkout_that_travels_has_what_a_job_needs_and_not_what_is_large() 
     ignored = (Path(CHECKOUT) / ".gitignore").read_text().split()
     for large in (".venv/", "/runs/", ".cache/", ".whl/"):
         assert large.strip("/") in {each.strip("/") for each in LEFT_OUT}, ignored
+
+
+@pytest.mark.parametrize("has_git", [True, False])
+def test_what_is_not_in_git_stays_here_but_for_what_the_job_may_need(
+    has_git: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By Ray's own packing."""
+    travels = [
+        "conf/pretrain.yaml",
+        "conf/mine.yaml",
+        "data/x.py",
+        "jobs/pretrain.py",
+        "platform/regrow/x.py",
+        "pyproject.toml",
+    ]
+    own = ["mine.py", "own/code.py", "names/pace/__init__.py", "bpe/tokenizer.json", "texts/a.txt"]
+    stays = ["hf/x.safetensors", "results/x.json", "storage.env", "data/secret.env", "own/.env", "a [1]*/x", "#x", "!x"]
+    root = tmp_path / "checkout"
+    for name in (*travels, *own, *stays):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    if has_git:
+        for command in (
+            ["init", "--quiet"],
+            ["add", "conf/pretrain.yaml", "data/x.py", "jobs", "platform", "pyproject.toml"],
+        ):
+            subprocess.run(["git", *command], cwd=root, check=True, timeout=60)
+    monkeypatch.setattr("regrow.submit.ray_jobs.CHECKOUT", root)
+    settings = ["train.callback=names.pace:Pace", "data.tokenizer=bpe/tokenizer.json", "data.source='./texts/*.txt'"]
+    spec = job_spec(compose([*RAY, *settings]), CODE, [])["runtime_env"]
+    package = tmp_path / "package.zip"
+    create_package(spec["working_dir"], package, include_gitignore=True, excludes=spec["excludes"])
+    assert sorted(ZipFile(package).namelist()) == sorted([*travels, *own])
 
 
 def test_rendering_prints_the_job_and_nothing_else() -> None:

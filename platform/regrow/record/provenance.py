@@ -33,6 +33,14 @@ def untracked(*folders: str, root: Path = ROOT) -> list[str]:
         return []
 
 
+def top_of_checkout(root: Path) -> set[str]:
+    """The names of the files and folders at its top that git lists; none outside a checkout."""
+    try:
+        return {path.partition("/")[0] for path in _git(root, "ls-files", "-z").split("\0")} - {""}
+    except (OSError, subprocess.SubprocessError):
+        return set()
+
+
 def versions(*more: str) -> dict[str, str]:
     """Versions of Python and of what is installed of PACKAGES, and of more."""
     found = {"python": platform.python_version()}

@@ -167,7 +167,7 @@ def is_here(folder: str, begun_at: float, ended_at: float) -> bool:
 
 def _ask(client: Any, job: Any, folder: str) -> str:
     """What a small job of ours prints, with the run's environment, on the head."""
-    from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT, submit_job
+    from regrow.submit.ray_jobs import CHECKOUT, left_out, submit_job
 
     environment = dict((job.runtime_env or {}).get("env_vars") or {})
     asked = submit_job(
@@ -175,7 +175,7 @@ def _ask(client: Any, job: Any, folder: str) -> str:
         entrypoint=shlex.join(_command(folder)),
         runtime_env={
             "working_dir": str(CHECKOUT),
-            "excludes": LEFT_OUT,
+            "excludes": left_out(CHECKOUT),
             "env_vars": environment | {"PYTHONPATH": "platform"},
         },
         metadata={"looks_at": folder},

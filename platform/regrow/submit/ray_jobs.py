@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import posixpath
+import re
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,14 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError
+from regrow.record.provenance import top_of_checkout
+from regrow.submit.check import places_read
 from regrow.submit.kuberay import LostSight
 from regrow.submit.reasons import refusal
-from regrow.submit.render import Code, config_sha256, entrypoint
+from regrow.submit.render import IN_IMAGE, Code, config_sha256, entrypoint
 
 CHECKOUT = Path(__file__).parents[3]
-LEFT_OUT = [".git", ".venv", "/runs", ".cache", ".whl", "**/__pycache__", "/docs", "/tests", "/benchmarks"]
+LEFT_OUT = [".git", ".venv", "/runs", ".cache", ".whl", "**/__pycache__", "/docs", "/tests", "/benchmarks", "*.env"]
 RUN = "regrow_run"  # key of a job's metadata
 POLL_S = 1.0
 STOPPING_S = 60.0
@@ -36,7 +41,7 @@ def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[
         "entrypoint": entrypoint(arguments),
         "runtime_env": {
             "working_dir": str(CHECKOUT),
-            "excludes": LEFT_OUT,
+            "excludes": left_out(CHECKOUT, _named(config)),
             "env_vars": environment | config.submit.env,
         },
         "metadata": {
@@ -45,6 +50,28 @@ def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[
             "config_sha256": config_sha256(config),
         },
     }
+
+
+def left_out(checkout: Path, named: Collection[str] = ()) -> list[str]:
+    """Patterns, as in .gitignore, of what of a checkout does not travel: LEFT_OUT, and at its top what is not in git.
+
+    A user's own modules and packages do, and what is `named`. So not the models, results and logs that commands write
+    there, which may be larger than Ray takes, nor files of credentials.
+    """
+    kept = {*(top_of_checkout(checkout) or {*IN_IMAGE, "pyproject.toml"}), *named}
+    others = [each for each in checkout.iterdir() if each.name not in kept and not _is_python(each)]
+    return [*LEFT_OUT, *("/" + re.sub(r"([\\*?\[ ])", r"\\\1", each.name) for each in sorted(others))]
+
+
+def _is_python(path: Path) -> bool:
+    return path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))
+
+
+def _named(config: SubmitJobConfig) -> set[str]:
+    """What the run reads by a relative path, or imports: the names at the top of the checkout."""
+    places = [(place or "").removeprefix("file://") for _, place in places_read(config.data)]
+    module = (config.train.callback or "").partition(":")[0].partition(".")[0]
+    return {posixpath.normpath(place).partition("/")[0] for place in places} | {module}
 
 
 def submit_job(client: JobSubmissionClient, **spec: Any) -> str:

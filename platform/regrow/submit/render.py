@@ -25,6 +25,7 @@ from regrow.submit.pods import (
 
 Manifest = dict[str, Any]
 
+IN_IMAGE = ("conf", "data", "jobs", "platform")  # folders of the checkout that a job reads
 MAX_NAME = 47  # characters of a RayJob's name: KubeRay appends to it
 GROUP = "workers"
 # ends of the submitter's pod, by evictions and broken connections, after which KubeRay deletes the cluster that trains

@@ -21,9 +21,7 @@ from regrow.submit.check import broken_rules, check_may_apply, check_storage, ch
 from regrow.submit.job_status import use_token
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
-from regrow.submit.render import Code, job_name, render, to_yaml
-
-IN_IMAGE = ("conf", "data", "jobs", "platform")  # folders of the checkout that a job reads
+from regrow.submit.render import IN_IMAGE, Code, job_name, render, to_yaml
 
 
 def submit(config: SubmitJobConfig, given: Sequence[str], files: Mapping[str, str] | None = None) -> int:
