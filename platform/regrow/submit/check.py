@@ -32,13 +32,15 @@ OTHER_DISK_GB = 20  # of a pod's /tmp: Ray's logs and spilled objects, what was 
 TAKEN = ("/", "/tmp", "/dev", "/dev/shm")  # in a pod
 PULL_POLICIES = ("IfNotPresent", "Always", "Never")
 SECRET_NAME = re.compile(  # TOKENIZERS_PARALLELISM is none
-    r"TOKEN(?!I[SZ])|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY|API_KEY", re.IGNORECASE
+    r"TOKEN(?!I[SZ])|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY|API_KEY|[A-Z]_KEY$|CONNECTION_STRING",
+    re.IGNORECASE,
 )
 NOT_SECRET = ("HF_HUB_DISABLE_IMPLICIT_TOKEN",)
 PLACE_NAME = re.compile(r".*_(FILE|PATH)|GOOGLE_APPLICATION_CREDENTIALS", re.IGNORECASE)  # where a secret lies
 PLACE = re.compile(r"[/~][^\s{}]*")
 SECRET_TEXT = re.compile(
     r"\bAKIA[0-9A-Z]{16}\b|://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{30,}"
+    r"|AccountKey=|SharedAccessSignature=|\bghp_[A-Za-z0-9]{30,}"
 )
 OPERATORS_OWN = {  # environment variables that KubeRay's operator refuses in pods
     "RAY_REDIS_ADDRESS": "submit.redis_address",
