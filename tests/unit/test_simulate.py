@@ -18,6 +18,8 @@ from regrow.errors import ConfigError
 from regrow.forecast.estimate import forecast, forecasts, gpu_of, network_of
 from regrow.forecast.settle import settled
 from regrow.plan.batch import plan_batch
+from regrow.record.events import Generation, Rollback
+from regrow.record.ledger import of_kind
 from regrow.simulate.estimate import (
     IDLE,
     PARTS,
@@ -33,6 +35,7 @@ from regrow.simulate.faults import DAY, Fault, draw, drawn
 from regrow.simulate.inputs import FIGURES, Figure, Inputs, Job, Origin, Policy, mixed, rate_of
 from regrow.simulate.profile import Profile
 from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
+from regrow.simulate.trace import sample
 from regrow.simulate.world import inputs_of, job_of, replicas_of
 from support.simulating import AT_16K, AT_98K, bare, configured, inputs, rates
 
@@ -401,6 +404,29 @@ def test_drained_nodes_cost_work_where_nothing_is_told_before_they_go() -> None:
         told = each.policy.name != "restart"
         assert drains.seconds("redo", "drain") == (0.0 if told else lost.seconds("redo", "gpu"))
         assert lost.seconds("redo", "gpu") > 0
+
+
+def test_a_stretch_that_is_drawn_says_what_each_group_took_back_of_which_as_a_runs_log_does() -> None:
+    """Of several groups at once, as wrong results go unnoticed for longer than a group lasts: what was taken back
+    included what lay between the groups, and their steps before the last one's were kept."""
+    settings = ("+simulate.figures.rate_sdc=0.05", "simulate.figures.sdc_unnoticed_s=40000")
+    of_several = 0
+    for seed in range(12):
+        rows, events = sample(inputs(*AT_16K, *settings), seed, 1000)
+        steps = [row["step"] for row in rows]
+        assert steps == sorted(set(steps))
+        begun = {event.generation: event.time for event in of_kind(events, Generation)}
+        rollbacks = of_kind(events, Rollback)
+        for rollback in rollbacks:
+            assert rollback.spans is not None
+            assert rollback.steps == (rollback.from_step or 0) - (rollback.to_step or 0)
+            for span in rollback.spans:
+                assert begun[span["generation"]] - 1e-3 <= span["first_time"] < span["last_time"] <= rollback.time
+            took = sum(span["last_time"] - span["first_time"] for span in rollback.spans)
+            assert rollback.seconds == pytest.approx(took, abs=1.0)
+            of_several += len(rollback.spans) > 1
+        assert bool(rollbacks) is any(row["generation"] > 1 for row in rows)
+    assert of_several
 
 
 def test_spares_at_16384_gpus_are_worth_what_the_reference_found() -> None:
