@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from regrow.accept.tiny import tiny_model
+from regrow.config.schema import Dtype
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.record.run_folder import checkpoints_of
@@ -261,6 +262,31 @@ def test_what_retention_deletes_meanwhile_is_no_damage(
     options = argparse.Namespace(run_folder=str(tmp_path / "run"), step=None)
     assert commands.verify(options, lambda num_bytes: quiet) == 0
     assert capsys.readouterr().out.splitlines() == ["step 3: sound", "step 2: sound", "step 1: deleted meanwhile"]
+
+
+READS: dict[str, dict[str, Any]] = {
+    "export hf": {"format": "hf", "step": 1, "dtype": Dtype.float32},
+    "export dcp": {"format": "dcp", "step": 1, "dtype": Dtype.float32},
+    "average": {"last": None, "step": [1, 3]},
+    "inspect": {"stats": True, "step": 1},
+    "diff": {"step": [3, 1], "other": None},
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_what_retention_deletes_while_it_is_read_is_said_to_be_deleted(reads: str, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model(num_layers=1), steps=(1, 2, 3))
+
+    def start(num_bytes: int) -> Callable[[int], None]:
+        assert tools.retain(Storage.at(tmp_path / "run" / "checkpoints"), keep=2) == [1]
+        return quiet
+
+    command, _ = commands.COMMANDS[reads.split()[0]]
+    options = argparse.Namespace(run_folder=str(tmp_path / "run"), to=str(tmp_path / "to"), **READS[reads])
+    said = r"checkpoints/step-00000001 was deleted meanwhile, by its run \(checkpoint\.keep\); .* a file KEEP beside"
+    with pytest.raises(CheckpointError, match=said):
+        command(options, start)
+    assert not (tmp_path / "to").exists()
 
 
 def test_an_object_stores_truncated_file_is_damage_too() -> None:

@@ -27,7 +27,8 @@ def inspect(options: argparse.Namespace, start: tools.Start) -> int:
     if options.stats:
         from regrow.state.disk.tensors import CheckpointTensors, statistics  # torch takes seconds
 
-        found = statistics(CheckpointTensors(checkpoints, index, start(index.tensor_bytes)))
+        with tools.may_be_deleted(checkpoints, index.step):
+            found = statistics(CheckpointTensors(checkpoints, index, start(index.tensor_bytes)))
     print("\n".join(inspect_lines(index, found)))
     return 0
 
@@ -49,8 +50,10 @@ def diff(options: argparse.Namespace, start: tools.Start) -> int:
     from regrow.state.disk.tensors import CheckpointTensors, differences
 
     advance = start(sum(index.tensor_bytes for _, index in opened))
-    first, second = (CheckpointTensors(*one, advance) for one in opened)
-    lines = list(diff_lines(first.index, second.index, differences(first, second)))
+    (mine, one), (others, other) = opened
+    with tools.may_be_deleted(mine, one.step), tools.may_be_deleted(others, other.step):
+        first, second = (CheckpointTensors(*each, advance) for each in opened)
+        lines = list(diff_lines(one, other, differences(first, second)))
     print("\n".join(lines) or "the same state")
     return 1 if lines else 0
 

@@ -410,6 +410,21 @@ def _wrong(checkpoints: Storage, step: int, index: Index | None, error: Checkpoi
     return Found(step, index, _of_one(checkpoints, error))
 
 
+@contextlib.contextmanager
+def may_be_deleted(checkpoints: Storage, *steps: int) -> Iterator[None]:
+    """While these are read. Raises CheckpointError that says so where a run that trains deleted one meanwhile."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        for step in steps:
+            if not checkpoints.exists(f"{step_folder(step)}/{COMMIT}"):
+                raise CheckpointError(
+                    f"{checkpoints / step_folder(step)} was deleted meanwhile, by its run (checkpoint.keep); choose a "
+                    f"newer one, or put a file {KEEP} beside its {COMMIT} first"
+                ) from error
+        raise
+
+
 def _of_one(checkpoints: Storage, error: CheckpointError | OSError) -> str:
     """What is wrong with one checkpoint. Raises the error where it is storage that does not answer: an older one must
     not take the newest one's place for that."""

@@ -33,7 +33,7 @@ from regrow.record.run_folder import (
     write_record,
 )
 from regrow.record.unfinished import check_empty, filling
-from regrow.state.disk.catalog import Start
+from regrow.state.disk.catalog import Start, may_be_deleted
 from regrow.state.disk.format import Index
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors
@@ -62,7 +62,7 @@ def export_run(form: str, run_folder: str, index: Index, to: str, *, dtype: Dtyp
     Raises RegrowError where the folder is not empty, or the checkpoint is damaged. What fails leaves nothing there.
     """
     run, target = Storage.at(run_folder), Storage.at(to)
-    with filling(target):
+    with filling(target), may_be_deleted(run / CHECKPOINTS, index.step):
         if form == "hf":
             written = _export_weights(run, index, target, dtype, start)
         elif dtype is not Dtype.float32:
@@ -200,11 +200,11 @@ def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: St
     record = _record(run)
     weights = sum(prod(shape) for name, (_, shape) in newest.tensors.items() if name.startswith("model/"))
     advance = start(newest.tensor_bytes + len(others) * weights * ITEM_BYTES["float32"])
-    opened = [CheckpointTensors(run / CHECKPOINTS, index, advance) for index in (newest, *others)]
-    entries = _averaged(opened)
     config = run.read_bytes(CONFIG_FILE) if run.exists(CONFIG_FILE) else None  # it says where the corpus is
     progress = Progress.of(newest.scalars)
-    _create(target, entries, progress, record["identity"], record["manifest_sha256"], config)
+    with may_be_deleted(run / CHECKPOINTS, *(index.step for index in indexes)):
+        opened = [CheckpointTensors(run / CHECKPOINTS, index, advance) for index in (newest, *others)]
+        _create(target, _averaged(opened), progress, record["identity"], record["manifest_sha256"], config)
     steps = ", ".join(str(index.step) for index in reversed((newest, *others)))
     return (
         f"{target} has the mean of the weights of steps {steps} of {run}, and all else of step {newest.step}. "
