@@ -14,7 +14,7 @@ import pytest
 
 from regrow import direct_file
 from regrow.config import store
-from regrow.config.check import check, geometry, topologies, world_sizes
+from regrow.config.check import check, check_data, geometry, topologies, world_sizes
 from regrow.config.schema import (
     AttentionKernel,
     ClusterConfig,
@@ -94,6 +94,7 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         ),
         (["+cluster=gpu1", "data.seq_len=1000", "parallel.float8=tensorwise"], "must be a multiple of 16 on GPUs"),
         (["run.name=../x"], "run.name='../x'"),
+        (["run.storage_path=s3://me:word@bucket/x"], "run.storage_path has a user and a password in its URI"),
         (["+data.corpora.x=y", "model.rope_scaling.factor=8"], "model.rope_scaling.factor: model.rope_scaling is null"),
         (["train.steps"], "train.steps"),
         (["data.source=/texts"], "data=python_docs reads none; give data=text_files or data=fineweb_edu"),
@@ -111,6 +112,20 @@ def test_a_mistake_ends_in_one_line_that_names_the_fix(arguments: list[str], lin
     assert line in done.stderr
     assert "Traceback" not in done.stdout
     assert time.monotonic() - begun < 30  # a deadline, not a measurement
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["run.storage_path", "data.source", "data.tokenizer", "+data.corpora.web"],
+    ids=lambda name: name.lstrip("+"),
+)
+def test_credentials_in_a_uri_are_refused_and_not_shown(setting: str) -> None:
+    config = pretrain_config([f"{setting}=s3://me:word@bucket/x"])
+    for rules in (check, check_data):
+        with pytest.raises(ConfigError, match=rf"^{setting.lstrip('+')} has .*AWS_SECRET_ACCESS_KEY") as caught:
+            rules(config)
+        assert "word" not in str(caught.value).replace("password", "")
+    check(pretrain_config([f"{setting}=s3://bucket/a:b@c", "data=text_files"]))  # no credentials
 
 
 @pytest.mark.parametrize(

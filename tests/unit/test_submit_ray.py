@@ -106,6 +106,29 @@ def refused(last: str) -> RuntimeError:
     return RuntimeError(text)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("run.storage_path=s3://me:word@bucket/x", "run.storage_path has a user and a password in its URI"),
+        (
+            "+submit.env.HF_TOKEN=word",
+            "submit.env.HF_TOKEN is given as text; set it where the cluster's Ray is started",
+        ),
+        ("+submit.env.WHO=AKIAABCDEFGHIJKLMNOP", "submit.env.WHO holds what looks like a secret"),
+    ],
+)
+@pytest.mark.parametrize("action", ["render", "apply"])
+def test_a_secret_is_refused_and_not_shown(
+    change: str, says: str, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = [] if "run.storage_path" in change else ["run.storage_path=s3://bucket/x"]
+    arguments = [*RAY, *storage, change, f"submit.action={action}", "submit.address=http://127.0.0.1:9"]
+    with pytest.raises(ConfigError, match=says) as caught:
+        submit(compose(arguments), arguments)
+    assert "word" not in str(caught.value).replace("password", "")
+    assert "word" not in "".join(capsys.readouterr())
+
+
 class NotReady:
     """Ray's client, of a head that is just starting: as many refusals as there are errors."""
 

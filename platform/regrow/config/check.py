@@ -11,6 +11,7 @@ from regrow.config.schema import (
     AttentionKernel,
     Backend,
     CompileMode,
+    DataConfig,
     Dtype,
     Float8,
     PlanJobConfig,
@@ -25,6 +26,7 @@ from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
 from regrow.plan.mixture import plan_mixture
 from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
 
+CREDENTIALS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # in a URI
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
 
@@ -33,6 +35,7 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
 
     Raises ConfigError (BatchError for the batch) for the first rule that is broken.
     """
+    _check_places(config)
     for each in fields(PretrainConfig):
         check_finite(each.name, getattr(config, each.name))
     for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint, _observe):
@@ -100,6 +103,7 @@ def _check_replanned(config: PretrainConfig, table: Table) -> None:
 
 def check_data(config: PretrainConfig) -> None:
     """Check what preparing a corpus depends on, and nothing else. Raises ConfigError."""
+    _check_places(config)
     check_finite("data", config.data)
     _data(config)
 
@@ -156,6 +160,23 @@ def check_run_name(name: str) -> None:
         re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name) is not None,
         f"run.name={name!r} must be 1 to 63 letters, digits, '.', '_' or '-', beginning with a letter or digit",
     )
+
+
+def places_read(data: DataConfig) -> list[tuple[str, str | None]]:
+    """The settings that name what a run reads, and what each names."""
+    corpora = [(f"data.corpora.{name}", folder) for name, folder in data.corpora.items()]
+    return [("data.source", data.source), ("data.tokenizer", data.tokenizer), *corpora]
+
+
+def _check_places(config: PretrainConfig) -> None:
+    """No line shows what it refuses; so this comes before all that may show a place."""
+    for setting, place in [("run.storage_path", config.run.storage_path), *places_read(config.data)]:
+        _need(
+            not CREDENTIALS.search(place or ""),
+            f"{setting} has a user and a password in its URI, which logs and reports would show; leave them out, and "
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the job runs (on Kubernetes by a Secret: "
+            "submit.env_secret)",
+        )
 
 
 def _run(config: PretrainConfig) -> None:

@@ -12,9 +12,9 @@ from math import ceil
 from pathlib import PurePosixPath
 from typing import Any
 
-from regrow.config.check import check_finite
+from regrow.config.check import CREDENTIALS, check_finite, places_read
 from regrow.config.ray_health import LEAST_S
-from regrow.config.schema import DataConfig, Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
+from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
 from regrow.storage import is_remote
 from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes, storage_path
@@ -39,7 +39,7 @@ NOT_SECRET = ("HF_HUB_DISABLE_IMPLICIT_TOKEN",)
 PLACE_NAME = re.compile(r".*_(FILE|PATH)|GOOGLE_APPLICATION_CREDENTIALS", re.IGNORECASE)  # where a secret lies
 PLACE = re.compile(r"[/~][^\s{}]*")
 SECRET_TEXT = re.compile(
-    r"\bAKIA[0-9A-Z]{16}\b|://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{30,}"
+    rf"\bAKIA[0-9A-Z]{{16}}\b|{CREDENTIALS.pattern}|-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{{30,}}"
     r"|AccountKey=|SharedAccessSignature=|\bghp_[A-Za-z0-9]{30,}"
 )
 OPERATORS_OWN = {  # environment variables that KubeRay's operator refuses in pods
@@ -200,12 +200,6 @@ def check_may_apply(config: SubmitJobConfig, code: Code) -> None:
     _check_places(config)
 
 
-def places_read(data: DataConfig) -> list[tuple[str, str | None]]:
-    """The settings that name what a run reads, and what each names."""
-    corpora = [(f"data.corpora.{name}", folder) for name, folder in data.corpora.items()]
-    return [("data.source", data.source), ("data.tokenizer", data.tokenizer), *corpora]
-
-
 def _check_places(config: SubmitJobConfig) -> None:
     """Whether pods have the local folders and files that the run is given."""
     data, mounted = config.data, [storage_path(config)] if config.submit.volume_claim else []
@@ -246,6 +240,12 @@ def broken_rules(config: SubmitJobConfig, code: Code, arguments: Sequence[str]) 
     found = [*_name(config), *_image(config, code), *_command(config, arguments), *_queue(config)]
     found += [*_room(config, size), *_time(config, size), *_environment(config), *_secrets(config, arguments)]
     return found
+
+
+def check_secrets(config: SubmitJobConfig, arguments: Sequence[str]) -> None:
+    """Raises ConfigError for the first secret that would stand in a job."""
+    for line in _secrets(config, arguments):
+        raise ConfigError(line)
 
 
 def _name(config: SubmitJobConfig) -> Iterator[str]:
@@ -363,8 +363,10 @@ def _environment(config: SubmitJobConfig) -> Iterator[str]:
 
 
 def _secrets(config: SubmitJobConfig, arguments: Sequence[str]) -> Iterator[str]:
-    """No secret stands in a manifest: every reader of the job could read it."""
+    """No secret stands in a manifest, or in a job of Ray's: every reader of the job could read it."""
     instead = "put it into a Secret and name that: submit.env_secret"
+    if config.submit.backend is SubmitBackend.ray:
+        instead = "set it where the cluster's Ray is started, on all hosts"
     for name, value in config.submit.env.items():
         is_place = PLACE_NAME.fullmatch(name) and PLACE.fullmatch(value)
         if SECRET_NAME.search(name) and name not in NOT_SECRET and value and not is_place:

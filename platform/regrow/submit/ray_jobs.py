@@ -14,10 +14,10 @@ from typing import Any
 from aiohttp import ClientError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from regrow.config.check import places_read
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError
 from regrow.record.provenance import top_of_checkout
-from regrow.submit.check import places_read
 from regrow.submit.kuberay import LostSight
 from regrow.submit.reasons import refusal
 from regrow.submit.render import IN_IMAGE, Code, config_sha256, entrypoint

@@ -11,13 +11,14 @@ from typing import Protocol
 
 import yaml
 
+from regrow.config.check import places_read
 from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
 from regrow.errors import ConfigError, UnseenError
 from regrow.forecast.settle import settled
 from regrow.record.provenance import ROOT, git_sha, untracked
-from regrow.submit.check import broken_rules, check_may_apply, check_storage, check_submit, places_read
+from regrow.submit.check import broken_rules, check_may_apply, check_secrets, check_storage, check_submit
 from regrow.submit.job_status import use_token
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
@@ -78,8 +79,10 @@ def _on_ray(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[[], 
     if action in (SubmitAction.render, SubmitAction.apply):
         if action is SubmitAction.apply:
             check_storage(config)
+        arguments = arguments_of_job()
+        check_secrets(config, arguments)
         _look_at_corpus(config)
-        spec = job_spec(config, code, arguments_of_job())
+        spec = job_spec(config, code, arguments)
         if action is SubmitAction.render:
             sys.stdout.write(yaml.safe_dump(spec, sort_keys=False, width=110))
             return 0
