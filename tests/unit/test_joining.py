@@ -204,6 +204,44 @@ def test_a_worker_whose_keeper_is_gone_or_silent_is_sent_to_the_coordinator(monk
     assert rendezvous._asked_of_keeper(keeper, WORKERS[0], 8, 0) is None
 
 
+@pytest.mark.parametrize("is_well_again", [True, False])
+def test_a_worker_that_waits_for_a_place_goes_back_to_its_keeper(
+    is_well_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one answer that was late it asked the coordinator itself, ten times a second for as long as it waited."""
+    now, late_s, kept, asked, joined = 0.0, list[float](), list[float](), list[float](), list[str]()
+    day_s, late_at = 86_400.0, 0.1
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def get(reference: object, timeout: float) -> Answer | None:
+        kept.append(now)
+        if now >= late_at and not (is_well_again and late_s):
+            pass_time(timeout)
+            late_s.append(timeout)
+            raise ray.exceptions.GetTimeoutError(f"not within {timeout} s")
+        return Answer(over=True) if now >= day_s else None
+
+    def formation(member_id: str, after: int) -> Answer:
+        asked.append(now)
+        return Answer(over=True) if now >= day_s else Answer(wait_s=0.1)
+
+    monkeypatch.setattr(rendezvous.ray, "get", get)
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now, sleep=pass_time))
+    keeper = SimpleNamespace(seat=SimpleNamespace(remote=lambda *of: None))
+    coordinator = SimpleNamespace(join=lambda member, expected: joined.append(member.id), formation=formation)
+    answer = rendezvous._answered(cast(Any, coordinator), keeper, WORKERS[0], 8, 0)
+    assert answer.over
+    assert joined == ["m0"], "no newcomer, however often it asks"
+    if is_well_again:
+        assert len(asked) < 200
+        assert asked[-1] < 60 <= kept[-1]
+    else:
+        assert sum(late_s) < 0.01 * day_s, "a keeper that stays away costs little of the time"
+
+
 def test_one_rank_of_each_node_speaks_for_it() -> None:
     members = tuple(replace(worker, node=f"node-{worker.pid // 3}") for worker in WORKERS)
     joined = [rendezvous.Joined(Formation(1, members), rank, frozenset()) for rank in range(len(members))]

@@ -7,6 +7,7 @@ port at which those below it in the tree of small values come. Both end with the
 import contextlib
 import datetime
 import json
+import math
 import os
 import socket
 import sys
@@ -34,6 +35,7 @@ from regrow.state.collective import gather
 STORE_S = 30.0  # for a connection to a store, which waits for no rank: less than a process has to leave a generation
 KEEPER_S = 2.0  # for this node's keeper to say what it knows
 KEEPER_POLL_S, SOON_S, PARKED_POLL_S = 0.02, 10.0, 0.1  # between questions to it; after a while, fewer
+ALONE_S, ALONE_MOST_S = 10.0, 300.0  # without a keeper that was late, until it is asked again; twice as long each time
 FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
 
 Waiting = Callable[[int, Breaker], None]  # this process is about to wait for the others of a generation
@@ -136,8 +138,7 @@ def join_generation(
     """
     doors = Doors.at(me.host)
     member = doors.of(me)
-    answer = _asked_of_keeper(keeper, member, expected, after) if keeper is not None else None
-    answer = answer or _asked(coordinator, member, expected, after)
+    answer = _answered(coordinator, keeper, member, expected, after)
     if answer.unfit:
         expelled()
     if answer.seat is None:
@@ -147,20 +148,36 @@ def join_generation(
     return Joined(formation, answer.seat.rank, listened)
 
 
-def _asked(coordinator: CoordinatorClient, member: Member, expected: int, after: int) -> Answer:
-    """The coordinator's answer, once there is one."""
-    coordinator.join(member, expected)
+def _answered(coordinator: CoordinatorClient, keeper: Any, member: Member, expected: int, after: int) -> Answer:
+    """The coordinator's answer, once there is one: by way of the keeper, or its own while that does not answer."""
+    alone_s, has_joined = ALONE_S, False
+    while True:
+        if keeper is not None and (answer := _asked_of_keeper(keeper, member, expected, after)) is not None:
+            return answer
+        if not has_joined:  # more joins would be newcomers, and put off a larger group
+            coordinator.join(member, expected)
+            has_joined = True
+        until = time.monotonic() + alone_s if keeper is not None else math.inf
+        if (answer := _asked(coordinator, member, expected, after, until)) is not None:
+            return answer
+        alone_s = min(2 * alone_s, ALONE_MOST_S)
+
+
+def _asked(coordinator: CoordinatorClient, member: Member, expected: int, after: int, until: float) -> Answer | None:
+    """The coordinator's answer to a process that has joined; None where there is none yet at `until` (monotonic)."""
     while True:
         answer = coordinator.formation(member.id, after)
         if answer.over or answer.given_up or answer.unfit or answer.seat is not None:
             return answer
         if answer.join_again:
             coordinator.join(member, expected)
+        if time.monotonic() >= until:
+            return None
         time.sleep(answer.wait_s)
 
 
 def _asked_of_keeper(keeper: Any, member: Member, expected: int, after: int) -> Answer | None:
-    """The same by way of this node's keeper; None where that does not answer."""
+    """The coordinator's answer by way of this node's keeper; None where that does not answer."""
     begun = time.monotonic()
     try:
         while (answer := ray.get(keeper.seat.remote(member, expected, after), timeout=KEEPER_S)) is None:
