@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.durations import slow_tests
+
 ROOT = Path(__file__).parents[2]
 TOPS = ("platform", "jobs", "data", "tests", "benchmarks")
 
@@ -34,6 +36,12 @@ def test_every_file_that_the_documents_name_exists() -> None:
         ]
         missing += [f"{page.relative_to(ROOT)}: {each}" for each in named]
     assert missing == []
+
+
+def test_every_test_that_is_said_to_be_slow_exists() -> None:
+    for name in slow_tests():
+        path, *_, function = name.split("::")
+        assert f"def {function}(" in (ROOT / path).read_text(), name
 
 
 def test_no_function_is_longer_than_70_lines_and_no_class_than_250() -> None:
