@@ -6,6 +6,7 @@ remote stores are retried with backoff until a deadline; what remains is a Stora
 """
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -13,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 RETRY_DEADLINE_S = 120.0
 RETRY_AFTER_S = 0.5  # twice as long each time
+OPEN_ANEW_S = 10.0  # from one time that a store which fails is opened anew to the next
 REQUESTS = 16  # to a store at a time, by `in_threads`
 PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501  # of HTTP
 NO_TRAILERS = ("MissingContentLength", "HTTP status 411")  # stores of an older S3, of uploads that end with a checksum
@@ -196,11 +199,27 @@ class LocalStorage(Storage):
         path.unlink(missing_ok=True)
 
 
+@dataclass
+class _Opened:
+    """A file system that a folder and those below it share."""
+
+    fs: Any
+    again_at: float = -math.inf  # Unix time, for this goes from host to host
+
+
 class RemoteStorage(Storage):
     """An object store through a `pyarrow.fs.FileSystem`."""
 
     def __init__(self, fs: Any, root: str, uri: str) -> None:
-        self.fs, self.root, self.uri = fs, root.rstrip("/"), uri.rstrip("/")
+        self._opened, self.root, self.uri = _Opened(fs), root.rstrip("/"), uri.rstrip("/")
+
+    @property
+    def fs(self) -> Any:
+        return self._opened.fs
+
+    @fs.setter
+    def fs(self, fs: Any) -> None:
+        self._opened.fs = fs
 
     @classmethod
     def from_uri(cls, uri: str) -> "RemoteStorage":
@@ -226,7 +245,7 @@ class RemoteStorage(Storage):
 
     def join(self, *names: str) -> "RemoteStorage":
         below = RemoteStorage(self.fs, "/".join([self.root, *names]), join_location(self.uri, *names))
-        below.retry_s = self.retry_s
+        below.retry_s, below._opened = self.retry_s, self._opened
         return below
 
     def read_bytes(self, name: str) -> bytes:
@@ -344,10 +363,21 @@ class RemoteStorage(Storage):
                     raise
                 if any(each in str(error) for each in NO_TRAILERS):
                     raise StorageError(f"{self / name}: {NO_TRAILERS_HELP}: {error}") from error
+                self._open_anew()
                 if time.monotonic() + wait_s > give_up_at:
                     raise StorageUnreachable(f"{self / name}: still failing after {retry_s:.0f} s: {error}") from error
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 15.0)
+
+    def _open_anew(self) -> None:
+        """S3 is: its clients read a file of credentials once, and what they read may have ended since."""
+        opened, now = self._opened, time.time()
+        if opened.fs.type_name != "s3" or now - opened.again_at < OPEN_ANEW_S:
+            return
+        opened.again_at = now
+        s3_client.cache_clear()
+        with contextlib.suppress(StorageError):
+            opened.fs = RemoteStorage.from_uri(self.uri).fs
 
     def _is_the_stores_own(self, error: Exception) -> bool:
         """Of a client that fsspec uses, as azure.core's, gcsfs' or aiohttp's: these are no OSErrors."""
@@ -436,10 +466,10 @@ _minds_conditions: dict[tuple[str | None, ...], bool] = {}  # by endpoint and bu
 
 @cache
 def s3_client(*endpoint: str | None) -> Any:
-    """Made once for each: it takes a third of a second."""
+    """Made once for each: it takes a third of a second. Its session is its own, as sessions keep credentials."""
     import boto3
 
-    return boto3.client("s3")
+    return boto3.Session().client("s3")
 
 
 def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

@@ -35,12 +35,13 @@ class Faults:
     """What happens to requests, drawn anew for each: `kind` to a `share` of them.
 
     slow: answered after `seconds`. error: 500, not passed on. late_error: 500, though it was passed on. cut: half of
-    the answer's body. reset: no answer. expired: 403, the token has ended.
+    the answer's body. reset: no answer. expired: 403, the token has ended, as are all with the access key `ended`.
     """
 
     kind: str = ""
     share: float = 0.0
     seconds: float = 0.1
+    ended: str = ""
     seen: int = 0  # requests that it happened to
     _dice: random.Random = field(default_factory=random.Random)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -160,7 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "error":
             return self._answer(500, _failure("InternalError"))
-        if fault == "expired":
+        ended = self.server.faults.ended
+        if fault == "expired" or (ended and f"Credential={ended}/" in self.headers.get("Authorization", "")):
             return self._answer(403, _failure("ExpiredToken"))
         upstream = http.client.HTTPConnection(*self.server.upstream, timeout=60)
         headers = {key: value for key, value in self.headers.items() if key.lower() != "transfer-encoding"}

@@ -1,6 +1,7 @@
 """Storage, sources and corpora in S3, spoken to through pyarrow.fs at a server on this machine."""
 
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,9 @@ from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import verify
 from regrow.errors import DataError
 from regrow.progress import Task
-from regrow.storage import Storage
+from regrow.storage import Storage, StorageUnreachable
 from support.corpus import WordRecipe, write_rows
-from support.s3 import s3_server
+from support.s3 import Faults, s3_server
 
 pytestmark = pytest.mark.slow
 
@@ -235,6 +236,41 @@ def test_a_store_whose_conditional_writes_are_out_of_reach_is_written_without(
     assert storage.create("file", b"first")
     assert not storage.create("file", b"second")
     assert storage.read_bytes("file") == b"first"
+
+
+def test_credentials_that_a_file_has_anew_are_taken_once_the_old_ones_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were read as a folder was opened, and by the client of conditional writes once a process."""
+    faults, file = Faults(), tmp_path / "credentials"
+
+    def give(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\naws_session_token = {key}\n")
+
+    with s3_server(faults=faults) as uri, monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+        give("OLD")
+        patch.setattr(storage_module, "OPEN_ANEW_S", math.inf)
+        run = Storage.at(uri) / "run"
+        run.retry_s = 2.0
+        log = run / "log"
+        run.write_bytes("a", b"old")
+        assert run.create("COMMIT-1", b"old")
+        give("NEW")
+        faults.ended = "OLD"
+        log.write_bytes("b", b"new")
+        assert run.create("COMMIT-2", b"new")
+        assert run.read_bytes("log/b") == b"new"
+        assert run.list() == ["COMMIT-1", "COMMIT-2", "a", "log"]
+        give("NEXT")
+        faults.ended = "NEW"
+        with pytest.raises(StorageUnreachable, match="ExpiredToken"):  # it was opened anew not long ago
+            run.create("COMMIT-3", b"next")
+        patch.setattr(storage_module, "OPEN_ANEW_S", 0.0)
+        assert run.create("COMMIT-3", b"next")
+        assert run.read_bytes("a") == b"old"
 
 
 def test_a_write_that_breaks_off_leaves_no_cut_file(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
