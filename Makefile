@@ -51,7 +51,7 @@ lint: $(DEV) ## format, lint, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint ## the same, and the unit tests: some seven minutes
+check: lint ## the same, and the quick unit tests: two minutes
 	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not long and not matrix' -q -n auto
 
 format: $(DEV) ## format and fix what can be fixed

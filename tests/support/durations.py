@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).parents[1]
 LIST = TESTS / "slow.txt"
-SLOW_S = 0.7  # of all cases of a function together
+SLOW_S = 0.5  # of all cases of a function together
 QUICK = ("tests.unit", "tests.golden")  # what `make check` chooses from
 PROMISED = {"tests/unit/test_control_schedules.py::test_ten_thousand_random_schedules_keep_the_promises"}  # there, too
 
