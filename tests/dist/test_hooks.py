@@ -27,6 +27,7 @@ from regrow.runtime import hooks as hooks_module
 from regrow.runtime import restore as restore_module
 from regrow.runtime.abort import Breaker
 from regrow.runtime.process import Process
+from regrow.runtime.trusted import Found
 from regrow.state.disk.catalog import committed_steps, note_damaged, open_checkpoint
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import restore, save
@@ -195,15 +196,16 @@ def test_a_damaged_checkpoint_that_is_newer_than_the_run_does_not_keep_it_from_i
 
 def restored_after_a_corruption(storage: Path, verify_every_steps: int) -> list[Any]:
     """Storage holds steps 30 and 60, of which no state of a step after 20 is known to be right: where 20 was there and
-    is gone, and where there was none."""
+    is gone, and where there was none; and once a group has begun since, where they are noted so."""
     restore_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
     restore_module.init_weights = restore_module.reset_moments = lambda *_: None
-    restore_module.catalog = SimpleNamespace(committed_and_damaged=lambda folder: ([60], [30]))  # type: ignore[assignment]
     config = PretrainConfig()
     config.cluster.verify_every_steps = verify_every_steps
     mesh, begun = build_mesh(plan_mesh(1, 1), "cpu"), []
-    for stored in (20, -1):
-        known = {"stored_step": stored, "trusted_step": 20}
+    for stored, trusted, wrong in ((20, 20, []), (-1, 20, []), (-1, None, [60, 30])):
+        found = Found([] if wrong else [60], wrong or [30], wrong)
+        Found.look = lambda folder, found=found: found  # type: ignore[method-assign,assignment,misc]
+        known = {"stored_step": stored, "trusted_step": trusted}
         asked = {name: SimpleNamespace(remote=lambda step=step: step) for name, step in known.items()}
         job: Any = SimpleNamespace(
             checkpoints=str(storage), run_id=RUN, coordinator=SimpleNamespace(**asked), config=config
@@ -221,9 +223,9 @@ def test_a_run_whose_verified_checkpoint_is_gone_does_not_begin_from_its_seed(
     tmp_path: Path, verify_every_steps: int
 ) -> None:
     """Nor from what some rank computed wrong, also where the job that goes on verifies nothing."""
-    ((refused, begun),) = run_ranks(restored_after_a_corruption, 1, tmp_path, verify_every_steps)
+    ((refused, begun, later),) = run_ranks(restored_after_a_corruption, 1, tmp_path, verify_every_steps)
     assert "the checkpoint of step 20, the newest whose state is known to be right, is gone" in refused
-    assert begun == (Progress(), "seed")
+    assert begun == later == (Progress(), "seed")
 
 
 def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:
@@ -233,7 +235,7 @@ def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:
     def away(folder: Any) -> list[int]:
         raise OSError(errno.EIO, "Input/output error")
 
-    restore_module.catalog = SimpleNamespace(committed_and_damaged=away)  # type: ignore[assignment]
+    Found.look = away  # type: ignore[method-assign,assignment]
     asked = SimpleNamespace(remote=lambda: known_to_be_stored)
     trusted = SimpleNamespace(remote=lambda: None)
     coordinator, config = SimpleNamespace(stored_step=asked, trusted_step=trusted), PretrainConfig()

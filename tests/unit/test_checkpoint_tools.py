@@ -341,6 +341,8 @@ def test_which_of_many_checkpoints_an_object_store_holds_is_asked_many_at_a_time
         return found
 
     assert tools.committed_and_damaged(folder) == (committed, damaged)
+    tools.note_damaged(folder, 101, "a rank computed wrong", computed_wrong=True)
+    assert tools.computed_wrong(folder, damaged) == [101]
     assert tools.retain(folder, keep=3, keep_every_steps=1) == []  # none is whole; all with a COMMIT are marked
     monkeypatch.setattr(tools, "in_threads", counting)
     assert in_a_row(lambda: tools.committed_steps(folder)) == committed

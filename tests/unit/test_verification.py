@@ -193,7 +193,7 @@ def test_checkpoints_of_states_that_are_not_verified_count_no_more() -> None:
         told(e.Logged(generation, "checkpoint", {"step": step, "seconds": 1.0, "stall_s": 1.0, "bytes": 1}))
         outcome(told, step // 10 * 10 + 10, odd=(0,) if step == 25 else ())
     outcome(told, 31, odd=(0,))
-    assert [each.step for each in told.of(c.NoteDamaged)] == [25]
+    assert [(each.step, each.computed_wrong) for each in told.of(c.NoteDamaged)] == [(25, True)]
     assert told.control.snapshots.checkpoints.stored == 15
 
 

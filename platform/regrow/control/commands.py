@@ -252,10 +252,11 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class NoteDamaged:
-    """A group could not read this step's checkpoint: it is not to count any more."""
+    """A group could not read this step's checkpoint, or a rank has computed it wrong: it is not to count any more."""
 
     step: int
     detail: str
+    computed_wrong: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from regrow.control.verification import CONFIRMED, Finding, Outcome, Verificatio
 from regrow.record.events import Cause
 
 DECIDING_UNITS = 3  # of which two agree
+COMPUTED_WRONG = "a rank computed wrong; step {step} is the newest whose state is known to be right"
 
 
 class Corruptions:
@@ -129,8 +130,7 @@ class Corruptions:
         checkpoints = self._snapshots.checkpoints
         stored, dropped = checkpoints.steps.roll_back(step)
         checkpoints.stored = min(checkpoints.stored, stored)
-        why = f"a rank computed wrong; step {step} is the newest whose state is known to be right"
-        self._out.extend(NoteDamaged(each, why) for each in dropped)
+        self._out.extend(NoteDamaged(each, COMPUTED_WRONG.format(step=step), True) for each in dropped)
 
     def _deciding(self, found: Finding, num_units: int) -> int | None:
         """Members of a group with a third unit, which can tell; None: it would not, or there is none that is allowed.

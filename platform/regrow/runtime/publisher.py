@@ -148,7 +148,8 @@ class Publisher:
         def note() -> None:
             with contextlib.suppress(OSError, Superseded):  # then the next one that fails to read it does
                 self._check()
-                note_damaged(self._checkpoints, command.step, command.detail)
+                wrong = command.computed_wrong
+                note_damaged(self._checkpoints, command.step, command.detail, computed_wrong=wrong)
 
         self._working.append(self.thread.submit(note))
 

@@ -1,7 +1,8 @@
 """Which checkpoints may be restored after a corruption. Neither Ray nor torch."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
+from regrow.control.corruption import COMPUTED_WRONG
 from regrow.control.past import Past
 from regrow.control.values import NOTHING
 from regrow.errors import CheckpointError
@@ -9,16 +10,33 @@ from regrow.record.log import read_events
 from regrow.state.disk import catalog
 from regrow.storage import Storage
 
-WRONG = "a rank computed wrong; step {step} is the newest whose state is known to be right"
+
+class Found(NamedTuple):
+    """Steps of the checkpoints that are in storage, newest first."""
+
+    committed: list[int]
+    damaged: list[int]  # as noted
+    computed_wrong: list[int]  # of these
+
+    @classmethod
+    def look(cls, folder: Storage) -> "Found":
+        """Raises OSError of storage."""
+        committed, damaged = catalog.committed_and_damaged(folder)
+        return cls(committed, damaged, catalog.computed_wrong(folder, damaged))
+
+    @property
+    def all(self) -> list[int]:
+        """Those noted as damaged last: it may have been the reader that was wrong."""
+        return [*self.committed, *self.damaged]
 
 
-def up_to(limit: int | None, found: Sequence[int], newest: int, folder: Storage) -> list[int]:
-    """Those of the steps found in storage that may be restored: all where `limit` is None.
+def up_to(limit: int | None, found: Found, newest: int, folder: Storage) -> list[int]:
+    """Those of the steps found in storage that may be restored: where `limit` is None, all that no rank computed wrong.
 
     `newest` is the newest that was there once and may be, or NOTHING. Raises CheckpointError where that is gone.
     """
-    steps = [step for step in found if limit is None or step <= limit]
-    if found and newest != NOTHING and not steps:
+    steps = [step for step in found.all if step not in found.computed_wrong and (limit is None or step <= limit)]
+    if limit is not None and found.all and newest != NOTHING and not steps:
         raise CheckpointError(
             f"{folder}: the checkpoint of step {newest}, the newest whose state is known to be right, is gone, and "
             "later ones have what some rank computed wrong; put it back, or train anew under another run.name"
@@ -31,12 +49,11 @@ def by_the_log(run: Storage, checkpoints: Storage) -> list[int]:
     coordinator to say so. Those of later steps than a corruption allows are noted as damaged, as by a coordinator.
     Raises CheckpointError as `up_to` does, OSError of storage.
     """
-    committed, damaged = catalog.committed_and_damaged(checkpoints)
-    found = [*committed, *damaged]
-    past = Past.of(read_events(run), generation=0, logged=0, stored=found, restarted=False)
-    if (limit := past.limit) is None:
-        return found
-    for step in committed:
-        if step > limit:
-            catalog.note_damaged(checkpoints, step, WRONG.format(step=limit))
-    return up_to(limit, found, max((step for step in past.stored if step <= limit), default=NOTHING), checkpoints)
+    found = Found.look(checkpoints)
+    past = Past.of(read_events(run), generation=0, logged=0, stored=found.all, restarted=False)
+    limit = past.limit
+    for step in found.committed:
+        if limit is not None and step > limit:
+            catalog.note_damaged(checkpoints, step, COMPUTED_WRONG.format(step=limit), computed_wrong=True)
+    newest = max((step for step in past.stored if limit is None or step <= limit), default=NOTHING)
+    return up_to(limit, found, newest, checkpoints)

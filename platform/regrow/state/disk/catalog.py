@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from regrow.errors import CheckpointError, ForeignCheckpointError, first_line
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece
@@ -52,28 +53,41 @@ def committed_steps(folder: Storage) -> list[int]:
 
 def committed_and_damaged(folder: Storage) -> tuple[list[int], list[int]]:
     """`committed_steps`, and those that are noted to be damaged, newest first: where there is no other, as it may have
-    been the reader that was wrong."""
+    been the reader that was wrong; but for those that a rank `computed_wrong`."""
     return _sorted_out(folder, _with_commit(folder))
 
 
-def note_damaged(folder: Storage, step: int, detail: str) -> None:
-    """What this step's COMMIT leads to cannot be read: it counts no more, until another COMMIT takes its place.
+def computed_wrong(folder: Storage, damaged: Sequence[int]) -> list[int]:
+    """Of those that are noted to be damaged the ones that no reader may restore, however sound their files are."""
+    return _those(folder, damaged, lambda step: bool((_note_of(folder, step) or {}).get("computed_wrong")))
+
+
+def note_damaged(folder: Storage, step: int, detail: str, *, computed_wrong: bool = False) -> None:
+    """What this step's COMMIT leads to cannot be read, or a rank computed it wrong: it counts no more, until another
+    COMMIT takes its place.
 
     Raises OSError.
     """
     commit = hashlib.sha256(folder.read_bytes(f"{step_folder(step)}/{COMMIT}")).hexdigest()
-    note = {"commit": commit, "detail": detail, "time": time.time()}
+    note = {"commit": commit, "detail": detail, "time": time.time(), "computed_wrong": computed_wrong}
     folder.write_bytes(f"{step_folder(step)}/{DAMAGED}", json.dumps(note).encode())
 
 
 def damage_of(folder: Storage, step: int) -> str:
     """What a run found wrong with the COMMIT that is there, or empty."""
+    note = _note_of(folder, step)
+    return str(note["detail"] or "damaged") if note is not None else ""
+
+
+def _note_of(folder: Storage, step: int) -> dict[str, Any] | None:
+    """That of the COMMIT that is there."""
     try:
         note = json.loads(folder.read_bytes(f"{step_folder(step)}/{DAMAGED}"))
         commit = folder.read_bytes(f"{step_folder(step)}/{COMMIT}")
-        return str(note["detail"] or "damaged") if note["commit"] == hashlib.sha256(commit).hexdigest() else ""
+        is_its = note["commit"] == hashlib.sha256(commit).hexdigest() and "detail" in note
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return ""
+        return None
+    return cast("dict[str, Any]", note) if is_its else None
 
 
 def _sorted_out(folder: Storage, steps: Sequence[int]) -> tuple[list[int], list[int]]:
