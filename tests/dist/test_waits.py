@@ -17,14 +17,14 @@ LATE_S, LATE = 0.5, 1  # rank
 
 
 def waits_of_steps(replicas: int) -> list[dict[str, float]]:
-    """Of a step, and of one for which a rank comes late, with a validation before that."""
+    """Of a step, and of one for which a rank comes late, with a validation before that, to which another one does."""
     training = Training(MODEL, parallel=ParallelConfig(dp_replicate=replicas))
     step, found = build(training), []
     for number in range(3):
         rows, passes = micro_batches(training, number)
         if number == 2:
-            if dist.get_rank() == LATE:
-                time.sleep(LATE_S)
+            if dist.get_rank() == LATE - 1:
+                time.sleep(2 * LATE_S)
             evaluate(step.model, rows, num_batches=passes, groups=step.groups)
             dist.barrier()
             if dist.get_rank() == LATE:
@@ -37,12 +37,17 @@ def waits_of_steps(replicas: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_ranks_wait_for_the_one_that_is_late_and_that_one_for_none(replicas: int) -> None:
-    for rank, (_, late) in enumerate(run_ranks(waits_of_steps, 4, replicas)):
+    found = [late for _, late in run_ranks(waits_of_steps, 4, replicas)]
+    for late in found:
         assert late.keys() == {SHARD, REPLICATE, ALL}
         assert all(seconds > 0 for group, seconds in late.items() if group != REPLICATE)
         assert (late[REPLICATE] > 0) == (replicas > 1)
-        waited_s = sum(late.values())
-        assert (waited_s < LATE_S) == (rank == LATE)  # nor is what was waited in the validation counted
+    assert waited_least([sum(late.values()) for late in found]) == LATE, "what was waited in the validation is counted"
+
+
+def waited_least(waited_s: list[float]) -> int:
+    """The rank; all wait for the scheduler of a busy machine, too."""
+    return waited_s.index(min(waited_s))
 
 
 def waits_within_a_block(parallel: ParallelConfig, group: str) -> float:
@@ -61,13 +66,11 @@ def waits_within_a_block(parallel: ParallelConfig, group: str) -> float:
 
 def test_of_copies_that_are_a_rank_each_the_slow_one_is_told_from_the_one_that_waits_for_it() -> None:
     """FSDP calls no collective over shards there, whose end could say when gradients were ready."""
-    for rank, waited_s in enumerate(run_ranks(waits_within_a_block, 2, ParallelConfig(dp_replicate=2), REPLICATE)):
-        assert (waited_s < LATE_S) == (rank == LATE)
+    assert waited_least(run_ranks(waits_within_a_block, 2, ParallelConfig(dp_replicate=2), REPLICATE)) == LATE
 
 
 def test_of_ranks_that_share_rows_the_slow_one_is_told_from_the_one_that_waits_for_its_keys() -> None:
-    for rank, waited_s in enumerate(run_ranks(waits_within_a_block, 4, ParallelConfig(cp=2), SHARD)):
-        assert (waited_s < LATE_S) == (rank == LATE)
+    assert waited_least(run_ranks(waits_within_a_block, 4, ParallelConfig(cp=2), SHARD)) == LATE
 
 
 class Event:
