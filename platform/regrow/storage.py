@@ -54,7 +54,7 @@ class Storage(ABC):
     def at(location: str | os.PathLike[str]) -> "Storage":
         """Open a local path or a URI. Nothing is read or created yet; raises StorageError for an unusable URI."""
         text = os.fspath(location)
-        return RemoteStorage.from_uri(text) if is_remote(text) else LocalStorage(Path(text.removeprefix("file://")))
+        return RemoteStorage.from_uri(text) if is_remote(text) else LocalStorage(Path(local_path(text)))
 
     is_local: bool = False
     retry_s: float | None = None  # that a remote store is asked again for, below it too; None: RETRY_DEADLINE_S
@@ -494,6 +494,11 @@ def make_folder(folder: Path, setting: str) -> None:
 def is_remote(location: str | None) -> bool:
     """Whether a path or URI leads out of this machine's file system."""
     return location is not None and "://" in location and not location.startswith("file://")
+
+
+def local_path(location: str) -> str:
+    """A place of this machine's file system as a path, also where it is a URI; others as they are."""
+    return location.removeprefix("file://")
 
 
 def join_location(folder: str, *names: str) -> str:

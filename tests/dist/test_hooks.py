@@ -27,7 +27,7 @@ from regrow.runtime import hooks as hooks_module
 from regrow.runtime import restore as restore_module
 from regrow.runtime.abort import Breaker
 from regrow.runtime.process import Process
-from regrow.runtime.trusted import Found
+from regrow.runtime.trusted import Checkpoints
 from regrow.state.disk.catalog import committed_steps, note_damaged, open_checkpoint
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import restore, save
@@ -203,8 +203,8 @@ def restored_after_a_corruption(storage: Path, verify_every_steps: int) -> list[
     config.cluster.verify_every_steps = verify_every_steps
     mesh, begun = build_mesh(plan_mesh(1, 1), "cpu"), []
     for stored, trusted, wrong in ((20, 20, []), (-1, 20, []), (-1, None, [60, 30])):
-        found = Found([] if wrong else [60], wrong or [30], wrong)
-        Found.look = lambda folder, found=found: found  # type: ignore[method-assign,assignment,misc]
+        found = Checkpoints([] if wrong else [60], wrong or [30], wrong)
+        Checkpoints.look = lambda folder, found=found: found  # type: ignore[method-assign,assignment,misc]
         known = {"stored_step": stored, "trusted_step": trusted}
         asked = {name: SimpleNamespace(remote=lambda step=step: step) for name, step in known.items()}
         job: Any = SimpleNamespace(
@@ -235,7 +235,7 @@ def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:
     def away(folder: Any) -> list[int]:
         raise OSError(errno.EIO, "Input/output error")
 
-    Found.look = away  # type: ignore[method-assign,assignment]
+    Checkpoints.look = away  # type: ignore[method-assign,assignment]
     asked = SimpleNamespace(remote=lambda: known_to_be_stored)
     trusted = SimpleNamespace(remote=lambda: None)
     coordinator, config = SimpleNamespace(stored_step=asked, trusted_step=trusted), PretrainConfig()

@@ -35,7 +35,7 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
 
     Raises ConfigError (BatchError for the batch) for the first rule that is broken.
     """
-    _check_places(config)
+    _check_no_credentials(config)
     for each in fields(PretrainConfig):
         check_finite(each.name, getattr(config, each.name))
     for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint, _observe):
@@ -103,7 +103,7 @@ def _check_replanned(config: PretrainConfig, table: Table) -> None:
 
 def check_data(config: PretrainConfig) -> None:
     """Check what preparing a corpus depends on, and nothing else. Raises ConfigError."""
-    _check_places(config)
+    _check_no_credentials(config)
     check_finite("data", config.data)
     _data(config)
 
@@ -168,7 +168,7 @@ def places_read(data: DataConfig) -> list[tuple[str, str | None]]:
     return [("data.source", data.source), ("data.tokenizer", data.tokenizer), *corpora]
 
 
-def _check_places(config: PretrainConfig) -> None:
+def _check_no_credentials(config: PretrainConfig) -> None:
     """No line shows what it refuses; so this comes before all that may show a place."""
     for setting, place in [("run.storage_path", config.run.storage_path), *places_read(config.data)]:
         _need(

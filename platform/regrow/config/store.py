@@ -76,15 +76,17 @@ def run_job(
         _files.update({group: found.runtime.choices[group] for group in ALWAYS if group in found.runtime.choices})
 
     sys.argv[1:] = as_typed(sys.argv[1:], schema)
-    with leaving(), _mistakes_in_one_line(schema), _texts_alone():
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
+    with leaving(), _mistakes_in_one_line(schema):
+        with _texts_alone():
+            hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
+            configs = [to_dataclass(config, schema) for config in composed]
         if len(composed) > 1 and not takes_several:
             raise ConfigError(
                 f"-m makes {len(composed)} runs, and a command is for one; give each a command of its own, as "
                 f"for each in A B; do python -m jobs.{name} KEY=$each; done"
             )
-        for config in composed:
-            job(to_dataclass(config, schema))
+        for config in configs:
+            job(config)
 
 
 @contextmanager

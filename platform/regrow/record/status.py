@@ -282,7 +282,8 @@ def _state(
         return State.silent, heard_at, UNWRITTEN.format(refusal)
     if quiet_s > patience_s and not held:
         return State.silent, heard_at, before
-    if state is State.training and detail != LAST and now - (alive_at := _alive_at(history, formed)) > patience_s:
+    may_stall = state is State.training and not _has_trained(history)
+    if may_stall and now - (alive_at := _alive_at(history, formed)) > patience_s:
         return State.stalled, alive_at, _said(event for event in history.of(Stalled) if event.time >= alive_at)
     return state, since, detail
 

@@ -24,7 +24,7 @@ from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, form_s
-from regrow.runtime.trusted import Found, up_to
+from regrow.runtime.trusted import Checkpoints, up_to
 from regrow.state.collective import from_rank_0, on_first_rank_or_each
 from regrow.state.disk import store
 from regrow.state.entries import Entry, Progress, reset_moments, training_entries
@@ -138,7 +138,7 @@ def restore(
         restored = memory.restore(entries, place, at_least=max(0, stored))
         if restored is not None:
             return restored, "snapshot"
-    found = Found(*on_first_rank_or_each(lambda: tuple(Found.look(folder))))
+    found = Checkpoints(*on_first_rank_or_each(lambda: tuple(Checkpoints.look(folder))))
     may_be_restored = up_to(limit, found, stored, folder)
 
     def damaged(step: int, detail: str) -> None:

@@ -11,7 +11,7 @@ from regrow.state.disk import catalog
 from regrow.storage import Storage
 
 
-class Found(NamedTuple):
+class Checkpoints(NamedTuple):
     """Steps of the checkpoints that are in storage, newest first."""
 
     committed: list[int]
@@ -19,7 +19,7 @@ class Found(NamedTuple):
     computed_wrong: list[int]  # of these
 
     @classmethod
-    def look(cls, folder: Storage) -> "Found":
+    def look(cls, folder: Storage) -> "Checkpoints":
         """Raises OSError of storage."""
         committed, damaged = catalog.committed_and_damaged(folder)
         return cls(committed, damaged, catalog.computed_wrong(folder, damaged))
@@ -30,7 +30,7 @@ class Found(NamedTuple):
         return [*self.committed, *self.damaged]
 
 
-def up_to(limit: int | None, found: Found, newest: int, folder: Storage) -> list[int]:
+def up_to(limit: int | None, found: Checkpoints, newest: int, folder: Storage) -> list[int]:
     """Those of the steps found in storage that may be restored: where `limit` is None, all that no rank computed wrong.
 
     `newest` is the newest that was there once and may be, or NOTHING. Raises CheckpointError where that is gone.
@@ -49,7 +49,7 @@ def by_the_log(run: Storage, checkpoints: Storage) -> list[int]:
     coordinator to say so. Those of later steps than a corruption allows are noted as damaged, as by a coordinator.
     Raises CheckpointError as `up_to` does, OSError of storage.
     """
-    found = Found.look(checkpoints)
+    found = Checkpoints.look(checkpoints)
     past = Past.of(read_events(run), generation=0, logged=0, stored=found.all, restarted=False)
     limit = past.limit
     for step in found.committed:

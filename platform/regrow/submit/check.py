@@ -16,8 +16,8 @@ from regrow.config.check import CREDENTIALS, check_finite, places_read
 from regrow.config.ray_health import LEAST_S
 from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
-from regrow.storage import is_remote
-from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes, storage_path
+from regrow.storage import is_remote, local_path
+from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes
 from regrow.submit.render import MAX_NAME, Code, autoscales, image_of, job_name
 
 # names as Kubernetes takes them
@@ -89,7 +89,7 @@ def check_submit(config: SubmitJobConfig) -> None:
             f"submit.rack_label={submit.rack_label} cannot become snapshot.domain_label={label} of Ray's nodes; "
             "set snapshot.domain_label=rack, or submit.rack_label=null"
         )
-    path = storage_path(config)
+    path = local_path(config.run.storage_path)
     if submit.volume_claim is not None and not path.startswith("/"):
         raise ConfigError(
             f"submit.volume_claim={submit.volume_claim} is mounted at run.storage_path, which must be an absolute "
@@ -202,11 +202,11 @@ def check_may_apply(config: SubmitJobConfig, code: Code) -> None:
 
 def _check_places(config: SubmitJobConfig) -> None:
     """Whether pods have the local folders and files that the run is given."""
-    data, mounted = config.data, [storage_path(config)] if config.submit.volume_claim else []
+    data, mounted = config.data, [local_path(config.run.storage_path)] if config.submit.volume_claim else []
     written = [("data.cache_dir", data.cache_dir), ("parallel.compile_cache", config.parallel.compile_cache)]
     for settings, places in ((places_read(data), [*mounted, IMAGE]), (written, [*mounted, "/tmp"])):
         for setting, place in settings:
-            path = (place or "").removeprefix("file://")
+            path = local_path(place or "")
             if path.startswith(("/", "~")) and not any(_is_below(path, each) for each in places):
                 raise ConfigError(
                     f"{setting}={place} is nowhere in the pods; name a URI, or a place below "
@@ -227,7 +227,7 @@ def check_storage(config: SubmitJobConfig) -> None:
     path = config.run.storage_path
     if PLACEHOLDER.search(path):
         raise ConfigError(f"run.storage_path={path} is a placeholder; name your own")
-    if not is_remote(path) and not storage_path(config).startswith("/"):
+    if not is_remote(path) and not local_path(path).startswith("/"):
         raise ConfigError(
             f"run.storage_path={path} is relative to this checkout; set it to a URI (s3://BUCKET/FOLDER) or to an "
             "absolute path that all nodes share"

@@ -22,7 +22,7 @@ from regrow.record.log import read_events
 from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status
 from regrow.show.units import when
-from regrow.storage import Storage, join_location
+from regrow.storage import Storage, is_remote, join_location
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay, head_of
 from regrow.submit.reasons import refusal, unix
@@ -159,7 +159,7 @@ def _describe(job: Any) -> list[str]:
 
 def is_here(folder: str, begun_at: float, ended_at: float) -> bool:
     """Whether this machine has the folder too, and it is the same run: one was submitted while the job ran."""
-    if "://" in folder and not folder.startswith("file://"):
+    if is_remote(folder):
         return False
     times = [event["time"] for event in read_events(Storage.at(folder)) if event["event"] == "submitted"]
     return any(begun_at - EARLIER_S <= each <= ended_at + EARLIER_S for each in times)

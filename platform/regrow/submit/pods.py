@@ -10,6 +10,7 @@ from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Tolerati
 from regrow.config.spares import most_workers
 from regrow.control.membership import NODE_NAME
 from regrow.forecast.estimate import most_rank_bytes, snapshot_bytes
+from regrow.storage import local_path
 from regrow.submit.node_labels import CREDENTIALS
 
 GIB = 2**30
@@ -296,15 +297,10 @@ def _pod_security() -> Fields:
     }
 
 
-def storage_path(config: PretrainConfig) -> str:
-    """Of runs: a path where it is local, else a URI."""
-    return config.run.storage_path.removeprefix("file://")
-
-
 def _mounts(config: PretrainConfig, submit: SubmitConfig) -> list[Fields]:
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]
     if submit.volume_claim:
-        mounts.append({"name": "storage", "mountPath": storage_path(config)})
+        mounts.append({"name": "storage", "mountPath": local_path(config.run.storage_path)})
     return mounts
 
 

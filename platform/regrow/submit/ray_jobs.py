@@ -18,6 +18,7 @@ from regrow.config.check import places_read
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError
 from regrow.record.provenance import top_of_checkout
+from regrow.storage import local_path
 from regrow.submit.kuberay import LostSight
 from regrow.submit.reasons import refusal
 from regrow.submit.render import IN_IMAGE, Code, config_sha256, entrypoint
@@ -69,7 +70,7 @@ def _is_python(path: Path) -> bool:
 
 def _named(config: SubmitJobConfig) -> set[str]:
     """What the run reads by a relative path, or imports: the names at the top of the checkout."""
-    places = [(place or "").removeprefix("file://") for _, place in places_read(config.data)]
+    places = [local_path(place or "") for _, place in places_read(config.data)]
     module = (config.train.callback or "").partition(":")[0].partition(".")[0]
     return {posixpath.normpath(place).partition("/")[0] for place in places} | {module}
 

@@ -18,6 +18,7 @@ from regrow.data.preflight import check_corpus
 from regrow.errors import ConfigError, UnseenError
 from regrow.forecast.settle import settled
 from regrow.record.provenance import ROOT, git_sha, untracked
+from regrow.storage import local_path
 from regrow.submit.check import broken_rules, check_may_apply, check_secrets, check_storage, check_submit
 from regrow.submit.job_status import use_token
 from regrow.submit.kubectl import Kubectl
@@ -96,7 +97,7 @@ def check_in_git(config: SubmitJobConfig, root: Path = ROOT) -> None:
     Raises ConfigError for the first.
     """
     for setting, place in places_read(config.data):
-        path = (place or "").removeprefix("file://")
+        path = local_path(place or "")
         if path and "://" not in path and not path.startswith(("/", "~")) and not _lists(root, path):
             raise ConfigError(
                 f"{setting}={place} is not in git, so that no image has it; commit it, and build the image from that, "
