@@ -29,7 +29,7 @@ def judged(found: Checks, step: int, *units: tuple[float, float, float]) -> Outc
 
 def test_a_group_verifies_at_its_first_and_last_step_and_every_so_many() -> None:
     found = checks(3)
-    assert [step for step in range(1, 96) if found.is_due(step)] == [1, *range(10, 91, 10), 95]
+    assert [step for step in range(1, 96) if found.is_due(step)] == [1, *range(10, 91, 10), 93, 95]
     assert not any(checks(1).is_due(step) for step in range(1, 96))
 
 
@@ -337,6 +337,17 @@ def test_a_verified_checkpoint_that_is_gone_is_still_known_of() -> None:
     assert Past.of(log_of(told), generation=1, logged=31, stored=[25, 15], restarted=False).stored == (25, 15)
 
 
+def test_one_that_was_damaged_when_it_was_read_back_is_not_known_of_and_is_written_anew() -> None:
+    told = verifying(3)
+    write(told, 15, 25)
+    outcome(told, 20)
+    outcome(told, 30, odd=(2,))
+    outcome(told, 31, odd=(2,))
+    damaged = {"event": "checkpoint_failed", "time": told.now, "step": 15, "detail": "part a is damaged"}
+    past = Past.of([*log_of(told), damaged], generation=1, logged=31, stored=[25], restarted=True)
+    assert past.stored == (25,)
+
+
 def test_a_coordinator_that_is_restarted_waits_for_the_third_unit_as_the_one_before_did() -> None:
     told = verifying(2, max_workers=4, wait_for_workers_s=600.0)
     differing(told)
@@ -573,8 +584,28 @@ def test_whenever_a_node_begins_to_compute_wrong_nothing_that_it_spoilt_is_left_
     assert len(expelled) > 40
 
 
+def test_units_that_differ_two_steps_before_the_last_are_looked_at_in_those_that_are_left() -> None:
+    found = checks(3)
+    assert found.is_due(93)
+    assert judged(found, 93, (1, 5, 7), (1, 5, 8), (1, 5, 7)).odd == (1,)
+    assert [found.is_due(step) for step in (94, 95)] == [True, True]
+
+
+@pytest.mark.parametrize(("fields", "units"), [({"odd": (2,)}, "unit 2 (nodes c)"), ({}, "")])
+def test_a_run_whose_last_verification_shows_a_difference_says_up_to_which_step_it_is_right(
+    fields: dict[str, Any], units: str
+) -> None:
+    told = verifying(4)
+    outcome(told, 10)
+    outcome(told, 20, **fields)
+    told(e.Done())
+    notes = [each["text"] for each in told.records("note")]
+    assert bool(notes) == bool(units)
+    assert all(each.startswith(units) and "state of step 9 is the newest known" in each for each in notes)
+
+
 def test_units_of_two_ranks_that_differ_come_to_an_end_or_to_a_third_whenever_one_begins_to_compute_wrong() -> None:
-    found = [play_corrupt(seed, sizes=(4, 6), least=4, cp=2) for seed in range(60)]
+    found = [play_corrupt(seed, sizes=(4, 6), least=4, cp=2) for seed in (*range(60), 143, 260)]
     records = [[fields for _, name, fields in world.events if name == "corruption"] for world in found]
     assert sum(bool(world.given_up) for world in found) > 20, "two units are all that there may be"
     assert sum([each["waits_for"] for each in those] == [6, None] for those in records) > 3

@@ -261,6 +261,7 @@ class Control:
 
     def _done(self, event: e.Done, now: float) -> None:
         self._out.record("trained", step=self.next_step - 1)
+        self.corruptions.trained()
         self.group.finish(event, now)
 
     def _superseded(self, event: e.Superseded, now: float) -> None:

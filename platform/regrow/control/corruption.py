@@ -35,6 +35,7 @@ class Corruptions:
         snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
         self._replicas = Replicas()
         self.found = 0  # corruptions that were recorded
+        self._unconfirmed = ""  # what units differed in, in the newest verification
         self._undecided = 0  # times that two replicas differed, with no snapshot committed in between
         if past.limit is not None:
             self._drop_checkpoints(past.limit)  # which the one before may have died doing
@@ -49,6 +50,7 @@ class Corruptions:
         members, verification = self._group.membership.current, self.verification
         verification.begin(members, self._meshes[len(members)], start_step, trained=trained)
         self._replicas.begin()
+        self._unconfirmed = ""
         self._snapshots.checkpoints.steps.verify(verification.verified)
         if self._verifies:
             verifies = start_step + 1 if trained is None else verification.next_after(trained)
@@ -105,8 +107,11 @@ class Corruptions:
         outcome, verification = event.outcome, self.verification
         found = verification.take(event.step, outcome)
         self._tell(event.step, outcome, now)
+        self._unconfirmed = ""
         if found is None:
             verified = verification.verified
+            if outcome.differs:
+                self._unconfirmed = self._differing(event.step, outcome)
             self._snapshots.verify(verified, verification.next_after(event.step))
             if not outcome.differs:
                 self._group.decided()
@@ -124,6 +129,21 @@ class Corruptions:
             self._group.expel_corrupt(found, detail, now)
             return
         self._differ(found, event.step, waits_for, now)
+
+    def _differing(self, step: int, outcome: Outcome) -> str:
+        parts = (*outcome.odd, *outcome.undecided)
+        nodes = ", ".join(dict.fromkeys(member.node[:12] for member in self.verification.members_of(parts)))
+        compared = " and ".join(outcome.compared)
+        return f"{named(parts, outcome.pp)} (nodes {nodes}) differed in {compared} in the verification of step {step}"
+
+    def trained(self) -> None:
+        """The last step is trained: no verification follows that could confirm what the newest one has shown."""
+        if self._unconfirmed:
+            text = (
+                f"{self._unconfirmed}, and none follows that could confirm it: some of them may compute wrong, the "
+                f"state of step {self.verification.verified} is the newest known to be right"
+            )
+            self._out.record("note", text=text)
 
     def _drop_checkpoints(self, step: int) -> None:
         """Those of states after this step are not to be used: some rank computed wrong."""

@@ -210,11 +210,12 @@ def _undecided(events: Sequence[Row]) -> Corruption | None:
 
 
 def _known(stored: Iterable[int], events: Sequence[Row], limit: int | None) -> tuple[int, ...]:
-    """Steps in storage; and where none of them may be restored, those that were there once and might be."""
+    """Steps in storage; and where none of them may be restored, those that were there once, whole, and might be."""
     steps = tuple(stored)
     if limit is None or any(step <= limit for step in steps):
         return steps
-    return (*steps, *(e["step"] for e in events if e["event"] == "checkpoint" and e["step"] <= limit))
+    told = {event["step"]: event["event"] for event in events if event["event"] in ("checkpoint", "checkpoint_failed")}
+    return (*steps, *(step for step, event in told.items() if event == "checkpoint" and step <= limit))
 
 
 def _drained(events: Sequence[Row]) -> frozenset[str]:

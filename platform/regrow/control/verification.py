@@ -40,6 +40,11 @@ class Outcome:
         return bool(self.odd or self.undecided)
 
 
+def _at_the_end(last_step: int) -> tuple[int, int]:
+    """Steps that verify: where units differ in the former, what follows it confirms that."""
+    return last_step - AGAIN, last_step
+
+
 def named(parts: Sequence[int], pp: int) -> str:
     """Parts, for people.
 
@@ -72,7 +77,7 @@ class Checks:
             self._again -= 1
             self._repeated.add(step)
             return True
-        return step in (self.first_step, self.last_step) or step % self.every_steps == 0
+        return step in (self.first_step, *_at_the_end(self.last_step)) or step % self.every_steps == 0
 
     def judge(self, step: int, slots: Sequence[float]) -> Outcome:
         """What the numbers of all units say: PER_STAGE of each stage, unit by unit."""
@@ -163,7 +168,8 @@ class Verification:
 
     def next_after(self, step: int) -> int:
         """The next step that verifies, as far as nothing differs."""
-        return min((step // self._every_steps + 1) * self._every_steps, max(self._last_step, step + 1))
+        ends = [each for each in _at_the_end(self._last_step) if each > step]
+        return min([(step // self._every_steps + 1) * self._every_steps, *ends])
 
     def members_of(self, parts: Collection[int]) -> tuple[Member, ...]:
         return tuple(each for rank, each in enumerate(self._members) if self.mesh.part_of(rank) in parts)
