@@ -619,7 +619,7 @@ class World:
 
     def _do_ReadBackAll(self, command: c.ReadBackAll) -> None:
         def answer_of(name: str) -> e.HasReadBack:
-            problem = "is damaged" if self.damages and self.rng.random() < 0.02 else ""
+            problem = self._damage()
             return e.HasReadBack(command.upload, name, None if self._fails(0.02) else problem)
 
         self._speak(command, answer_of)
@@ -646,12 +646,19 @@ class World:
 
         def read() -> None:
             is_there = node.alive and node.up and not self._fails(0.02)
-            problem = "is damaged" if self.damages and self.rng.random() < 0.02 else ""
+            problem = self._damage()
             self._from_storage(e.HasReadBack(command.upload, command.origin, problem if is_there else None), 0.1)
 
         self.after(0.2 + self.rng.random(), read)
 
     # storage, as it answers keepers and the coordinator
+
+    def _damage(self) -> str:
+        """Of a part that is read back; mostly none."""
+        if not self.damages or self.rng.random() >= 0.02:
+            return ""
+        self.trouble_at = self.now
+        return "is damaged"
 
     def _put(self, key: int, command: c.Write, part: Shard) -> None:
         """Raises OSError."""

@@ -806,6 +806,25 @@ def test_a_commit_that_only_took_too_long_counts_once_it_is_there() -> None:
     assert [fields["step"] for fields in told.records("checkpoint")] == [10]
 
 
+def test_a_step_whose_commit_came_twice_is_not_in_storage_where_it_is_damaged() -> None:
+    """The first one was given up, and only took too long."""
+    told = uploading()
+    for node in "abc":
+        told(e.Written(1, node))
+    told(e.IndexWritten(1))
+    told.now += told.control.snapshots.checkpoints.timeout_s + 1.0
+    told()
+    told.now += ASK_AGAIN_S + 1.0
+    told(e.CheckpointWanted(1, 10))
+    for node in "abc":
+        told(e.Written(2, node))
+    told(e.IndexWritten(2))
+    for upload in (1, 2):
+        told(e.CheckpointCommitted(upload, 10, 1))
+    told(e.HasReadBack(2, "a", "its data fails its checksum"))
+    assert told.control.settling.unstored == 10
+
+
 # what ends a run in good order
 
 

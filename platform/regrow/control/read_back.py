@@ -81,7 +81,8 @@ class ReadBacks:
 
     def begin(self, upload: int, step: int, before: int, writers: Mapping[str, str], now: float) -> None:
         """COMMIT of this upload is there. `writers`: by origin, the node that has written its part."""
-        self._upload, self.step, self.before = upload, step, before
+        self.before = before if before != step else self.before  # where the step is committed once more
+        self._upload, self.step = upload, step
         self._waiting, self._until = {origin: [node] for origin, node in writers.items()}, now + self._timeout_s
         self._nodes = tuple(dict.fromkeys(writers.values()))
         is_its_own = all(origin == node for origin, node in writers.items())
