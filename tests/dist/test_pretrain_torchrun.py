@@ -449,6 +449,30 @@ def test_gradients_that_are_not_finite_end_a_run_in_one_line_and_its_log_has_why
     assert f"error: {stopped['detail']}" in done.stderr
 
 
+RAISES = """
+class Raises:
+    def after_step(self, row):
+        if row["step"] == 3:
+            raise KeyError("third")
+    def state(self):
+        return {}
+"""
+
+
+def test_what_a_callback_raises_ends_a_run_in_one_line_after_its_traceback(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    (tmp_path / "site" / "raises.py").write_text(RAISES)
+    settings = [f"data.corpora.rows={corpus}", "train.callback=raises:Raises"]
+    done = pretrain(environment, tmp_path, "raises", *settings, ranks=2)
+    assert done.returncode == 1
+    line = "train.callback=raises:Raises: after_step raised KeyError: 'third'"
+    assert f"\nerror: {line}\n" in done.stderr
+    assert 'raise KeyError("third")' in done.stderr
+    (stopped,) = (each for each in read_events(Storage.at(tmp_path / "raises")) if each["event"] == "stopped")
+    assert (stopped["reason"], stopped["detail"]) == ("failed", line)
+
+
 def test_an_error_that_ends_a_run_is_in_its_log(tmp_path: Path, corpus: Path) -> None:
     """Before, the next job took the end for a death: `driver_died`."""
     arguments = [f"run.storage_path={tmp_path}", "run.name=error", f"data.corpora.rows={corpus}", *SMALL]

@@ -70,6 +70,58 @@ def test_a_name_that_leads_nowhere_ends_in_one_line(name: str) -> None:
         Called(name, Progress())
 
 
+def raise_at(where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Counted, *of: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Counted, where, fails)
+
+
+def call_all(is_over: bool = False) -> None:
+    """Import, constructor, `restore`, `after_step` and `state` of Counted."""
+    Called(NAME, Progress(user=expected(3) | {"best": 1.0}), is_over=lambda: is_over).after_step(ROW)
+
+
+CALLS = [("__init__", "its constructor"), ("restore", "restore"), ("after_step", "after_step"), ("state", "state")]
+
+
+@pytest.mark.parametrize(("where", "said"), CALLS)
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("first\nsecond"), CheckpointError("no"), SystemExit(3)])
+def test_what_a_users_code_raises_is_one_line_and_its_traceback_is_in_the_log(
+    where: str, said: str, error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, it was no RegrowError: the group was formed again, and met it again, for ever."""
+    raise_at(where, error, monkeypatch)
+    with pytest.raises(ConfigError) as told:
+        call_all()
+    first = str(error).splitlines()[0]
+    assert str(told.value).startswith(f"train.callback={NAME}: {said} raised {type(error).__name__}: {first}")
+    assert "second" not in str(told.value)
+    printed = capsys.readouterr().err
+    assert "in fails" in printed
+    assert "raise error" in printed
+
+
+def test_a_module_that_raises_while_it_is_imported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raises_on_import.py").write_text("LEFT = {}['right']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "raises_on_import:Class"
+    with pytest.raises(ConfigError, match=f"train.callback={name}: its import raised KeyError: 'right'; name a class"):
+        Called(name, Progress())
+    assert "LEFT = {}['right']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", [where for where, _ in CALLS])
+def test_what_it_raises_in_a_group_that_is_over_is_not_its_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort completes a collective of its own with garbage."""
+    raise_at(where, error := KeyError("x"), monkeypatch)
+    with pytest.raises(KeyError) as raised:
+        call_all(is_over=True)
+    assert raised.value is error
+
+
 def test_a_snapshot_is_sealed_with_the_state_of_its_step_though_it_was_begun_before(tmp_path: Path) -> None:
     """Where steps run ahead of the host, a snapshot is begun before its step's results are read."""
     entries = [Entry(Box.whole("model/w", (4,)), torch.ones(4))]

@@ -1,16 +1,21 @@
 """`train.callback`: a user's code that every rank calls after each step, and whose state is kept with the run's."""
 
+import contextlib
 import importlib
 import json
 import math
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
+
+import torch.distributed as dist
 
 from regrow.control.values import Scalar
 from regrow.errors import ConfigError, first_line
 from regrow.state.entries import Progress, user_scalars
 
 MOST_BYTES = 512  # of a state as JSON: it is in each rank's snapshots, with the numbers that are there anyway
+NAMES = "; name a class as package.module:Class that every worker can import, and that needs no arguments"
 
 
 class Callback(Protocol):
@@ -33,19 +38,23 @@ class Callback(Protocol):
 class Called:
     """A callback, or none, and what a run keeps of it: `progress.user`, that of the newest step that was read."""
 
-    def __init__(self, name: str | None, progress: Progress) -> None:
-        """Raises ConfigError for a name that leads nowhere."""
-        self._name, self._values = name, progress.user
-        self._callback = _made(name) if name is not None else None
+    def __init__(self, name: str | None, progress: Progress, *, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Raises ConfigError for a name that leads nowhere, and, as `after_step` does, for whatever the user's code
+        raises, unless the group `is_over` or a collective failed."""
+        self._name, self._values, self._is_over = name, progress.user, is_over
+        self._callback = self._made(name) if name is not None else None
         if self._callback is not None and self._values:
-            self._callback.restore(dict(self._values))
+            with self._in("restore"):
+                self._callback.restore(dict(self._values))
 
     def after_step(self, row: Mapping[str, float]) -> None:
         """Raises ConfigError for a state that cannot be kept."""
         if self._callback is None:
             return
-        self._callback.after_step(row)
-        state = dict(self._callback.state())
+        with self._in("after_step"):
+            self._callback.after_step(row)
+        with self._in("state"):
+            state = dict(self._callback.state())
         for key, value in state.items():
             if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
                 raise ConfigError(f"train.callback={self._name}: its state's {key!r} is {value!r}, no number or text")
@@ -55,14 +64,31 @@ class Called:
         self._values.clear()
         self._values.update(state)
 
-
-def _made(name: str) -> Callback:
-    module, _, kind = name.partition(":")
-    try:
-        made: Callback = getattr(importlib.import_module(module), kind)()
+    def _made(self, name: str) -> Callback:
+        with self._in("its import", fix=NAMES):
+            module, _, kind = name.partition(":")
+            found = getattr(importlib.import_module(module), kind)
+        with self._in("its constructor", fix=NAMES):
+            made: Callback = found()
         return made
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"train.callback={name}: {first_line(error)}; name a class as package.module:Class that every worker can "
-            "import, and that needs no arguments"
-        ) from error
+
+    @contextlib.contextmanager
+    def _in(self, what: str, *, fix: str = "") -> Iterator[None]:
+        """In the user's code: what it raises is the run's trouble or this rank's, in one line; the rest is logged."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if self._is_over() or _is_of_a_collective(error):
+                raise
+            traceback.print_exception(error)
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"train.callback={self._name}: {what} raised {said}{fix}") from None
+
+
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """Whether it came of a collective that failed, as one does where a peer is lost."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
