@@ -1205,7 +1205,42 @@ def test_hosts_that_die_one_after_the_other_before_a_step_end_a_run_later_than_e
         pids = [pids[1], pids[1] + 1]
     told = restarted(told) if is_restarted else told
     told.join(*(one(pid, f"node {pid}") for pid in pids))
-    assert "failed before finishing a step; last failure: " in told.ask(f"m{pids[0]}", told.control.generation).given_up
+    assert "failed before a new step; last failure: " in told.ask(f"m{pids[0]}", told.control.generation).given_up
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_an_error_that_all_groups_meet_at_one_step_ends_the_run_unless_processes_were_lost(loses: bool) -> None:
+    """Each group does steps, those since its snapshot, and no new one: a callback raised at the third."""
+    told, pids, most = Told(max_workers=2), [1, 2], MAX_FAILED_GENERATIONS * ERROR - ERROR + 1
+    for number in range(most):
+        told.form(*(one(pid, f"node {pid}") for pid in pids))
+        assert told.control.ending is None, number
+        told.begin([f"node {pid}" for pid in pids])
+        told.row(1)
+        told.row(2)
+        for rank in (0, 1):
+            told(e.Broke(told.control.generation, f"rank {rank}: KeyError: 'x'"))
+        if loses:
+            told(e.Died(((f"node {pids[0]}", pids[0]),), told.control.generation, "worker_died", "gone"))
+            pids = [pids[1], pids[1] + 1]
+    told.join(*(one(pid, f"node {pid}") for pid in pids))
+    given_up = told.ask(f"m{pids[0]}", told.control.generation).given_up
+    failures = [(each["cause"], each["detail"], each["generation"]) for each in told.records("failure")]
+    cause, detail = ("worker_died", "gone") if loses else ("worker_failed", "rank 0: KeyError: 'x'")
+    assert [each[:2] for each in failures] == [(cause, detail)] * most
+    assert [each[2] for each in failures] == list(range(1, most + 1))
+    assert bool(given_up) is not loses
+    assert loses or "KeyError: 'x'" in given_up
+
+
+def test_an_error_after_a_new_step_counts_no_group_before() -> None:
+    told = Told(max_workers=1)
+    for step in range(1, 20):
+        told.form(one(1))
+        assert told.control.ending is None
+        told.begin(["node"], step - 1)
+        told.row(step)
+        told(e.Broke(told.control.generation, "rank 0: ConnectionError"))
 
 
 def test_groups_that_fail_in_a_row_are_counted_on_by_the_next_coordinator() -> None:

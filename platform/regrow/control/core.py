@@ -226,7 +226,7 @@ class Control:
         if row is None:
             self._out.append(Reply(RowAnswer(self.group.stop_reason, wanted)))
             return
-        self.group.stepped(now)
+        self.group.stepped(row["step"], now)
         every_steps = self._spacing.stepped(row, self.generation, now)
         self.health.stalls.stepped(row["step_s"], now)
         least_s = DEVICE_PATIENCE_S if _is_on_device(self._config) else LEAST_PATIENCE_S
@@ -419,7 +419,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         in_place=cluster.in_place,
         too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
-        first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups),
+        first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups, past.logged),
         arrivals=Arrivals(membership, nodes, out, began=now),
         told_spares=past.spares,
     )

@@ -150,6 +150,8 @@ class Group(Losses):
                 self.out.append(Probe(tuple(missing)))
         self.arrivals.ready(now)
         formation = membership.form(now)
+        if membership.left_out:
+            self.first_steps.error = ""
         for member in membership.left_out:
             self.out.append(kill(member))  # Ray Train finds it dead, and fills its place
             detail = f"{membership.patience_s:.0f} s without a word, ended"
@@ -161,11 +163,11 @@ class Group(Losses):
             return None
         self._must_wait = True
         self._tell_spares()
+        if error := self.first_steps.error:
+            self.failed(Cause.worker_failed, error, [], generation=before.generation)
         members = frozenset(member.id for member in formation.members)
         if not self.first_steps.formed(members, frozenset(membership.held_back), now):
-            self.give_up(
-                f"group after group failed before finishing a step; last failure: {self.last_failure or 'unknown'}"
-            )
+            self.give_up(f"group after group failed before a new step; last failure: {self.last_failure or 'unknown'}")
         self.formation = formation
         self.too_few.formed()
         self.enter(Forming(formation.generation), now)
@@ -221,10 +223,10 @@ class Group(Losses):
         """The run is over: no process of its groups gets any further."""
         self.membership.generation += 1
 
-    def stepped(self, now: float) -> None:
-        """The newest group has done a step. Newcomers that the one before broke with, it seems, are not fit."""
+    def stepped(self, step: int, now: float) -> None:
+        """The newest group has done this step. Newcomers that the one before broke with, it seems, are not fit."""
         members = {member.id: member for member in self.membership.waiting.values()}
-        for member in (members[each] for each in self.first_steps.stepped(now) if each in members):
+        for member in (members[each] for each in self.first_steps.stepped(step, now) if each in members):
             self._expel(member, "its first group broke before a step, and the others have done one without it", now)
         self.membership.held_back.clear()
 

@@ -17,6 +17,8 @@ from regrow.control.troubles import FirstSteps, Troubles
 from regrow.control.verification import Finding
 from regrow.record.events import Cause
 
+SUSPECTED = (Cause.node_silent, Cause.worker_hung, Cause.worker_died)  # of several the first is told
+
 
 @dataclass
 class Losses:
@@ -104,14 +106,15 @@ class Losses:
                 rank = ranks.get(each.member.id)
                 self.health.suspects.hung(each.member.node, each.member.pid, rank, now, each.detail)
         details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
-        causes = {each.cause for each in suspects}
-        cause = next(each for each in (Cause.node_silent, Cause.worker_hung, Cause.worker_died) if each in causes)
+        cause = min((each.cause for each in suspects), key=SUSPECTED.index)
         self._lose((each.member.id for each in suspects), cause, "; ".join(details), now)
 
     def broke(self, event: Broke, now: float) -> None:
         """What it says is kept for the case that all of them cannot go on."""
         if event.generation == self.generation:
             self.last_failure = event.detail
+            if isinstance(self.state, Forming | Training):
+                self.first_steps.error = self.first_steps.error or event.detail
             self._tell_over()
 
     def trouble(self, event: Trouble, now: float) -> None:
@@ -158,11 +161,10 @@ class Losses:
         broken = self.generation if generation is None else generation
         if broken == self.generation:
             self.first_steps.broke(cause)
-        fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken}
         slow = {each.node for each in self.health.suspects.found.values() if each.kind is Kind.slow_link}
         kind = kind_of(cause, detail, nodes, is_dead=self.keepers.is_dead, failures=self.nodes, slow_links=slow)
-        fields |= {"nodes": nodes, "kind": str(kind)}
-        more = ({"gpus": gpus} if gpus else {}) | ({"step": step} if step is not None else {})
+        fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken, "nodes": nodes}
+        more = {"kind": str(kind)} | ({"gpus": gpus} if gpus else {}) | ({"step": step} if step is not None else {})
         self.out.record("failure", **fields, **more)
 
     def tick(self, now: float) -> None:

@@ -61,10 +61,12 @@ class Troubles:
 
 @dataclass
 class FirstSteps:
-    """Groups that break before they have done a step, and newcomers that may be why."""
+    """Groups that break before they have done a step, or a step that none had done; newcomers that may be why."""
 
     timeout_s: float  # of a collective
-    failed: int = 0  # ERROR or LOSS of each group in a row, but for those of fewer members of the one before
+    failed: int = 0  # of groups in a row, with no new step: ERROR or LOSS each; see `formed`, `broke` and `stepped`
+    trained: int = 0  # the newest step that any group has done
+    error: str = ""  # of the newest group's ranks the first that had one; empty: none has, or it is known why
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
     _members: frozenset[str] = frozenset()  # of the newest group
@@ -75,7 +77,10 @@ class FirstSteps:
     _not_formed: int = 0  # in a row: all processes ended by an error before a group was formed of them
 
     def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
-        """A group tries; False where too many have failed in a row."""
+        """A group tries, and counts until it has done a step, but for one of fewer members of the one before; one that
+        had done steps counts where it broke by an error and lost none. False where too many have failed in a row."""
+        self.failed += LOSS if self.error and self._since is None else 0
+        self.error = ""
         self._counts = 0 if members < self._members else ERROR
         self.failed += self._counts
         self._not_formed = 0
@@ -90,16 +95,19 @@ class FirstSteps:
 
     def broke(self, cause: str) -> None:
         """The newest group has, whether it had done a step or not."""
+        self.error = ""
         if self._since is not None and self._counts == ERROR and cause in LOSSES:
             self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
-    def stepped(self, now: float) -> frozenset[str]:
-        """The newest group has done a step; those that it was formed without, and that had broken the one before."""
+    def stepped(self, step: int, now: float) -> frozenset[str]:
+        """The newest group has done this step; those that it was formed without, and that had broken the one before."""
+        self.failed = 0 if step > self.trained else self.failed - self._counts
+        self.trained, self._counts = max(step, self.trained), 0
         if self._since is None:
             return frozenset()
         self._longest_s, self._since = max(self._longest_s or 0.0, now - self._since), None
         without, self._held_back = self._held_back, frozenset()
-        self.failed, self.proven, self.new = 0, self._members, frozenset()
+        self.proven, self.new = self._members, frozenset()
         return without
 
     def held_back(self, *, lost: bool) -> frozenset[str]:
