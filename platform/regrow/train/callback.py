@@ -38,7 +38,7 @@ class Callback(Protocol):
 class Called:
     """A callback, or none, and what a run keeps of it: `progress.user`, that of the newest step that was read."""
 
-    def __init__(self, name: str | None, progress: Progress, *, is_over: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, name: str | None, progress: Progress, *, is_over: Callable[[], bool] | None = None) -> None:
         """Raises ConfigError for a name that leads nowhere, and, as `after_step` does, for whatever the user's code
         raises, unless the group `is_over` or a collective failed."""
         self._name, self._values, self._is_over = name, progress.user, is_over
@@ -78,7 +78,7 @@ class Called:
         try:
             yield
         except (Exception, SystemExit) as error:
-            if self._is_over() or _is_of_a_collective(error):
+            if (self._is_over is not None and self._is_over()) or _is_of_a_collective(error):
                 raise
             traceback.print_exception(error)
             said = f"{type(error).__name__}: {first_line(error)}"
