@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from regrow.accept.tiny import tiny_model
-from regrow.config.schema import ObserveConfig, OptimConfig, ParallelConfig, PretrainConfig
+from regrow.config.schema import ObserveConfig, OptimConfig, ParallelConfig, PretrainConfig, TrainConfig
 from regrow.control.phases import Phase
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
@@ -26,6 +28,8 @@ from regrow.runtime import calls
 from regrow.runtime import hooks as hooks_module
 from regrow.runtime import restore as restore_module
 from regrow.runtime.abort import Breaker
+from regrow.runtime.liveness.heartbeat import Heartbeat
+from regrow.runtime.liveness.pulse import read_pulses
 from regrow.runtime.process import Process
 from regrow.runtime.trusted import Checkpoints
 from regrow.state.disk.catalog import committed_steps, note_damaged, open_checkpoint
@@ -281,3 +285,44 @@ def test_a_profile_that_cannot_be_written_is_told_and_training_goes_on(tmp_path:
     assert note[2] == "note"
     assert note[3]["text"].startswith(f"no profile after step {2 if starts else 1}: ")
     assert is_over
+
+
+class Looks:
+    """A callback that waits until this process' pulse says what it does."""
+
+    folder, found = Path(), list[Phase]()
+
+    def after_step(self, row: Any) -> None:
+        while (pulse := read_pulses(self.folder)[0]).phase is Phase.step:
+            time.sleep(0.01)
+        self.found.append(pulse.phase)
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+
+def in_a_callback(folder: Path) -> tuple[list[Phase], Phase]:
+    """What this process' pulse says in the callback of its first step, and then."""
+    hooks_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    sys.modules["looks"] = cast(Any, SimpleNamespace(Looks=Looks))
+    Looks.folder, heartbeat = folder, Heartbeat(folder)
+    config = PretrainConfig(train=TrainConfig(callback="looks:Looks"))
+    job: Any = SimpleNamespace(config=config, coordinator=Coordinator(LocalStorage(folder)), run_id=RUN)
+    memory: Any = SimpleNamespace(phase=heartbeat.phase, heartbeat=heartbeat)
+    process, none = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), memory, None), cast(Any, None)
+    hooks = hooks_module.GenerationHooks(
+        process, GENERATION, none, Coordinates(plan_mesh(1, 1), 0), none, Breaker(), Progress()
+    )
+    heartbeat.enter(GENERATION, Breaker())
+    heartbeat.trains(lambda: True, lambda: (0, 0))
+    heartbeat.stepped(1)
+    while read_pulses(folder)[0].phase is not Phase.step:
+        time.sleep(0.01)
+    hooks.step_done({"step": 2})
+    while (pulse := read_pulses(folder)[0]).phase is Phase.callback:
+        time.sleep(0.01)
+    return Looks.found, pulse.phase
+
+
+def test_a_pulse_says_that_its_process_is_in_the_users_code(tmp_path: Path) -> None:
+    assert run_ranks(in_a_callback, 1, tmp_path) == [([Phase.callback], Phase.step)]

@@ -1776,6 +1776,39 @@ def test_who_runs_and_never_arrives_is_given_up_after_two_questions_and_a_look()
     assert (suspected["kind"], suspected["node"], suspected["pid"], suspected["rank"]) == ("hung", "b", 22, 1)
 
 
+def test_who_is_in_the_users_code_alone_hangs_once_collectives_have_timed_out_and_not_before() -> None:
+    """Rank 1 evaluates for longer than 20 s, where steps take one, and rank 0 waits for it; before, it was ended."""
+    told = Told(silence_s=30.0, stuck_s=60.0)
+    told.control.health.usual.longest_s |= {Phase.step: 1.0, Phase.callback: 0.1}
+    timeout_s = told.control._config.train.collective_timeout_s
+    told.form(one(11, "a"), one(22, "b"))
+    told.begin("ab")
+    for step in (1, 2, 3):
+        told.row(step, step_s=1.0)
+    told.clear()
+    begun, asked = told.now, [0]
+
+    def there(pid: int) -> list[Pulse]:
+        asked[0] += 1
+        waits, waited_s = pid == 11, told.now - begun
+        phase = Phase.step if waits else Phase.callback
+        pulse = Pulse(pid, 1, 3, 0.0, 0.0, "S", asked[0], 40 + waits, waits, waited_s * waits, phase, waited_s)
+        return [pulse]
+
+    given_up_at = None
+    while given_up_at is None:
+        told.now += 1.0
+        assert told.now - begun < 2 * timeout_s
+        told()
+        answering(told, {"a": lambda: there(11), "b": lambda: there(22)})
+        given_up_at = told.now - begun if told.of(c.Kill) else None
+    assert asked[0] > 100, "they are asked where they are all the while"
+    assert told.of(c.Kill) == [c.Kill("b", 22)]
+    assert timeout_s < given_up_at < timeout_s + 3 * WHERE_AGAIN_S
+    (failure,) = told.records("failure")
+    assert f"in callback for {timeout_s // 100:.0f}" in failure["detail"]
+
+
 def test_what_gpus_told_last_is_kept_also_of_nodes_that_answer_no_more() -> None:
     told = Told(gpus_per_worker=1, probe_every_steps=1)
     told.form(*(one(pid, node) for pid, node in enumerate("abc")))

@@ -17,6 +17,8 @@ class Phase(StrEnum):
     checkpoint = "checkpoint"  # the ranks write it themselves
     profile = "profile"
     storage = "storage"  # waiting for rows of a storage that fails
+    callback = "callback"  # in the user's code, `train.callback`
+    restore = "restore"  # reading a checkpoint from storage, or which there are, while a group forms
 
 
 PHASES = tuple(Phase)

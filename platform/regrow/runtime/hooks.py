@@ -63,7 +63,8 @@ class GenerationHooks:
         self.window = _profile_window(process) if self._rank == 0 else None
 
     def step_done(self, row: Mapping[str, float]) -> None:
-        self._called.after_step(row)
+        with self.phase(Phase.callback):
+            self._called.after_step(row)
 
     def log(self, row: dict[str, Any]) -> None:
         if self._process.memory is not None:
