@@ -234,7 +234,7 @@ def test_a_worker_that_waits_for_a_place_goes_back_to_its_keeper(
     coordinator = SimpleNamespace(join=lambda member, expected: joined.append(member.id), formation=formation)
     answer = rendezvous._answered(cast(Any, coordinator), keeper, WORKERS[0], 8, 0)
     assert answer.over
-    assert joined == ["m0"], "no newcomer, however often it asks"
+    assert joined == ["m0"], "itself, however often it asks"
     if is_well_again:
         assert len(asked) < 200
         assert asked[-1] < 60 <= kept[-1]

@@ -68,6 +68,14 @@ def test_who_says_nothing_is_left_out_after_a_while_and_may_come_back() -> None:
     assert names(joined(made, "ab", 60.0)) == "abc"  # where it was does not matter: its state is old
 
 
+def test_a_worker_that_waits_and_says_so_again_does_not_put_off_a_larger_group() -> None:
+    """One that goes back to its keeper is told of once more by that: at late keepers hundreds of spares are."""
+    made = started("abc")
+    made.join(member("d"), expected=1, now=50.0)
+    made.join(member("d"), expected=1, now=50.0 + made.settle_s - 0.1)
+    assert made.wants_to_grow(50.0 + made.settle_s)
+
+
 def test_a_node_of_four_joins_at_once_not_one_worker_after_another() -> None:
     """Ray has started them all; each has its own start-up to go through."""
     made = started("a")

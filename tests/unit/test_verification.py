@@ -273,7 +273,8 @@ def test_a_checkpoint_that_a_group_could_not_read_is_not_the_verified_one() -> N
     write(told, 10, 15)
     outcome(told, 16, odd=(1,))
     outcome(told, 17, odd=(1,))
-    assert [each.step for each in told.of(c.NoteDamaged)] == [25, 10, 15]
+    noted = [(each.step, each.computed_wrong) for each in told.of(c.NoteDamaged)]
+    assert noted == [(25, False), (10, True), (15, True), (25, True)]  # the last as it may be read all the same
     assert told.control.snapshots.checkpoints.stored == 5
 
 
@@ -346,6 +347,30 @@ def test_one_that_was_damaged_when_it_was_read_back_is_not_known_of_and_is_writt
     damaged = {"event": "checkpoint_failed", "time": told.now, "step": 15, "detail": "part a is damaged"}
     past = Past.of([*log_of(told), damaged], generation=1, logged=31, stored=[25], restarted=True)
     assert past.stored == (25,)
+
+
+def test_one_that_a_rank_computed_wrong_is_not_known_of_after_a_later_corruption() -> None:
+    """A run was refused for a checkpoint that is "known to be right, and gone", and was there, and wrong."""
+    rows = [
+        {"event": "checkpoint", "step": 15},
+        {"event": "checkpoint", "step": 60},
+        {"event": "corruption", "verified_step": 20},
+        {"event": "generation", "generation": 2, "start_step": 15},
+        {"event": "corruption", "verified_step": 100},
+    ]
+    assert Past.of(rows, generation=2, logged=110, stored=[], restarted=False).stored == (15,)
+
+
+def test_one_that_was_damaged_when_a_corruption_was_found_is_noted_for_that_too() -> None:
+    """It is yet tried where no other is left."""
+    steps = StoredSteps([5], verified=5)
+    steps.keep = 2
+    for step in (15, 25, 35):
+        steps.add(step)
+    for step in (15, 25):
+        steps.drop(step)
+    steps.add(15)
+    assert steps.roll_back(10) == (5, [35, 15, 25])
 
 
 def test_a_coordinator_that_is_restarted_waits_for_the_third_unit_as_the_one_before_did() -> None:

@@ -13,12 +13,11 @@ from regrow.control.slow import Kind
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
 from regrow.control.too_few import A_THIRD
-from regrow.control.values import SnapshotAck
+from regrow.control.values import COMPUTED_WRONG, SnapshotAck
 from regrow.control.verification import CONFIRMED, Finding, Outcome, Verification, named
 from regrow.record.events import Cause
 
 DECIDING_UNITS = 3  # of which two agree
-COMPUTED_WRONG = "a rank computed wrong; step {step} is the newest whose state is known to be right"
 
 
 class Corruptions:

@@ -118,8 +118,10 @@ class Membership:
     _could_grow_at: float | None = None  # since when a larger group could be formed
 
     def join(self, member: Member, *, expected: int, now: float) -> None:
-        """A process is ready for the next generation. One that was given up for dead comes as a newcomer."""
-        self._last_at = now
+        """A process is ready for the next generation; one that waits already may say so again. One that was given up for
+        dead comes as a newcomer."""
+        if self.waiting.get(member.id) != member:
+            self._last_at = now
         self.announce(expected)
         self.waiting[member.id] = member
         self._absent.pop(member.id, None)

@@ -214,8 +214,15 @@ def _known(stored: Iterable[int], events: Sequence[Row], limit: int | None) -> t
     steps = tuple(stored)
     if limit is None or any(step <= limit for step in steps):
         return steps
-    told = {event["step"]: event["event"] for event in events if event["event"] in ("checkpoint", "checkpoint_failed")}
-    return (*steps, *(step for step, event in told.items() if event == "checkpoint" and step <= limit))
+    there = dict[int, None]()
+    for event in events:
+        if event["event"] == "checkpoint":
+            there[event["step"]] = None
+        elif event["event"] == "checkpoint_failed":
+            there.pop(event["step"], None)
+        elif event["event"] == "corruption":
+            there = {step: None for step in there if step <= event["verified_step"]}
+    return (*steps, *there)
 
 
 def _drained(events: Sequence[Row]) -> frozenset[str]:

@@ -16,7 +16,7 @@ class StoredSteps:
     def __init__(self, steps: Iterable[int], verified: int | None = None) -> None:
         """`steps`: of those that are there when the coordinator begins; of them, the ones up to step `verified` are
         taken for right. None: all of them, as by a job that begins."""
-        self._steps = list(steps)
+        self._steps, self._damaged = list(steps), list[int]()
         self._verified = self.newest if verified is None else verified  # states up to that of this step are
         self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
 
@@ -27,6 +27,7 @@ class StoredSteps:
     def add(self, step: int) -> None:
         if step not in self._steps:
             self._steps.append(step)
+        self._damaged = [each for each in self._damaged if each != step]
 
     def begin(self, start_step: int) -> None:
         """A group trains from this step: what comes after it is computed anew."""
@@ -44,6 +45,7 @@ class StoredSteps:
     def drop(self, step: int) -> None:
         """It is damaged."""
         self._steps = [each for each in self._steps if each != step]
+        self._damaged.append(step)
 
     @property
     def deletions(self) -> list[Delete]:
@@ -55,10 +57,12 @@ class StoredSteps:
         return [each for each in self._steps if each > self._verified]
 
     def roll_back(self, step: int) -> tuple[int, list[int]]:
-        """The newest one that still counts, and those that do not, where states after this step do not."""
+        """The newest one that still counts, and those that do not, where states after this step do not: also those that
+        were damaged."""
         self._verified = step
-        dropped = self._later
+        dropped = self._later + [each for each in self._damaged if each > step]  # which may yet be tried
         self._steps = [each for each in self._steps if each <= step]
+        self._damaged = [each for each in self._damaged if each <= step]
         return self.newest, dropped
 
 

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 NOTHING = -1  # no generation, no step
+COMPUTED_WRONG = "a rank computed wrong; step {step} is the newest whose state is known to be right"
 
 Scalar = int | float | str  # of what is kept with a state, beside its tensors
 

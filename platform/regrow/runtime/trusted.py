@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-from regrow.control.corruption import COMPUTED_WRONG
 from regrow.control.past import Past
-from regrow.control.values import NOTHING
+from regrow.control.values import COMPUTED_WRONG, NOTHING
 from regrow.errors import CheckpointError
 from regrow.record.log import read_events
 from regrow.state.disk import catalog
@@ -50,9 +49,10 @@ def by_the_log(run: Storage, checkpoints: Storage) -> list[int]:
     Raises CheckpointError as `up_to` does, OSError of storage.
     """
     found = Checkpoints.look(checkpoints)
-    past = Past.of(read_events(run), generation=0, logged=0, stored=found.all, restarted=False)
+    right = [step for step in found.all if step not in found.computed_wrong]
+    past = Past.of(read_events(run), generation=0, logged=0, stored=right, restarted=False)
     limit = past.limit
-    for step in found.committed:
+    for step in right:
         if limit is not None and step > limit:
             catalog.note_damaged(checkpoints, step, COMPUTED_WRONG.format(step=limit), computed_wrong=True)
     newest = max((step for step in past.stored if limit is None or step <= limit), default=NOTHING)

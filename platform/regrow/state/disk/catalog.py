@@ -10,10 +10,11 @@ import errno
 import hashlib
 import json
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from regrow.control.values import COMPUTED_WRONG
 from regrow.errors import CheckpointError, ForeignCheckpointError, first_line
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece
 from regrow.state.checksums import CHUNK_BYTES, hold
@@ -33,6 +34,7 @@ from regrow.state.disk.metadata import Metadata
 from regrow.state.reshard import Source, plan_reads
 from regrow.storage import Item, Result, Storage, in_threads
 
+SAYS_SO = COMPUTED_WRONG.partition(";")[0]  # so begins what an older note says
 PIECE_BYTES = 1024 * CHUNK_BYTES  # read and checked at a time
 
 Advance = Callable[[int], None]  # is told of bytes as they are done
@@ -59,7 +61,13 @@ def committed_and_damaged(folder: Storage) -> tuple[list[int], list[int]]:
 
 def computed_wrong(folder: Storage, damaged: Sequence[int]) -> list[int]:
     """Of those that are noted to be damaged the ones that no reader may restore, however sound their files are."""
-    return _those(folder, damaged, lambda step: bool((_note_of(folder, step) or {}).get("computed_wrong")))
+    return _those(folder, damaged, lambda step: _is_computed_wrong(_note_of(folder, step)))
+
+
+def _is_computed_wrong(note: Mapping[str, Any] | None) -> bool:
+    """An older note says so in words alone."""
+    note = note or {}
+    return bool(note.get("computed_wrong", str(note.get("detail")).startswith(SAYS_SO)))
 
 
 def note_damaged(folder: Storage, step: int, detail: str, *, computed_wrong: bool = False) -> None:
@@ -69,6 +77,7 @@ def note_damaged(folder: Storage, step: int, detail: str, *, computed_wrong: boo
     Raises OSError.
     """
     commit = hashlib.sha256(folder.read_bytes(f"{step_folder(step)}/{COMMIT}")).hexdigest()
+    computed_wrong = computed_wrong or _is_computed_wrong(_note_of(folder, step))
     note = {"commit": commit, "detail": detail, "time": time.time(), "computed_wrong": computed_wrong}
     folder.write_bytes(f"{step_folder(step)}/{DAMAGED}", json.dumps(note).encode())
 
