@@ -118,8 +118,8 @@ class Membership:
     _could_grow_at: float | None = None  # since when a larger group could be formed
 
     def join(self, member: Member, *, expected: int, now: float) -> None:
-        """A process is ready for the next generation; one that waits already may say so again. One that was given up for
-        dead comes as a newcomer."""
+        """A process is ready for the next generation; one that waits already may say so again. One that was given up
+        for dead comes as a newcomer."""
         if self.waiting.get(member.id) != member:
             self._last_at = now
         self.announce(expected)
