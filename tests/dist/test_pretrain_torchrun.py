@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from regrow.config.plain import pretrain_config
 from regrow.data.read.corpora import Corpora, find_corpora
+from regrow.data.read.manifest import Manifest
 from regrow.data.read.outage import PatientReader
 from regrow.errors import ConfigError, DataError, ResumeError, UnavailableError
 from regrow.parallel.fsdp import groups_of
@@ -524,6 +525,35 @@ def prepare_slowly(arguments: list[str]) -> list[str]:
             TorchrunRun(config, console)
         torchrun.find_corpora = find
         return [str(refused.value), *TorchrunRun(config, console).corpora.folders]
+
+
+@pytest.mark.parametrize("there", ["another", "none"])
+def test_a_host_with_other_rows_in_the_folder_or_with_none_is_named_on_all_ranks(
+    tmp_path: Path, corpus: Path, there: str
+) -> None:
+    """Before, it trained those, without a word."""
+    if there == "another":
+        rows = np.zeros((360, SEQ_LEN + 1), np.uint32)
+        write_corpus(tmp_path / there, rows, rows_per_group=8, rows_per_shard=120, vocab_size=VOCAB)
+    arguments = [f"run.storage_path={tmp_path}", "run.name=apart", f"data.corpora.rows={corpus}", *SMALL]
+    told = run_ranks(refusal_of_a_host_apart, 2, arguments, tmp_path / there)
+    assert told[0] == told[1]
+    said = f"{corpus} on host-1 is another corpus than on host-0 (sha256 " if there == "another" else "on host-1: "
+    assert told[0].startswith(said)
+    assert "holds no finished corpus" in told[0] or there == "another"
+    assert not (tmp_path / "apart/config.yaml").exists()
+
+
+def refusal_of_a_host_apart(arguments: list[str], mounted: Path) -> str:
+    """What this rank is told, where the second one has another folder mounted than the first."""
+    rank, load = dist.get_rank(), Manifest.load
+    torchrun.socket.gethostname = lambda: f"host-{rank}"
+    if rank:
+        Manifest.load = lambda folder: load(mounted)
+    config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
+    with Console(sys.stderr) as console, pytest.raises(DataError) as refused:
+        TorchrunRun(config, console)
+    return str(refused.value)
 
 
 def refusal(arguments: list[str]) -> str:

@@ -25,7 +25,7 @@ from regrow.config.schema import Backend, ParallelConfig, PretrainConfig
 from regrow.control.verification import Outcome, named
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
-from regrow.errors import ConfigError, NotWrittenError, RegrowError
+from regrow.errors import ConfigError, DataError, NotWrittenError, RegrowError
 from regrow.forecast.settle import settled
 from regrow.model.linears import recipe_after
 from regrow.parallel.float8 import inner_tensor
@@ -170,15 +170,38 @@ def patience_s(config: PretrainConfig) -> float:
     return min(config.data.storage_timeout_s, PATIENCE * config.train.collective_timeout_s)
 
 
+def _corpora_of_all(config: PretrainConfig, console: Console) -> Corpora:
+    """What all ranks read. Collective; raises RegrowError on all ranks, also where a host has another in a folder."""
+    plain = on_first_rank_at_length(lambda: find_corpora(config, progress=console.progress).to_plain())
+    corpora, host = Corpora.of_plain(plain), socket.gethostname()
+    found: list[str] | RegrowError
+    try:
+        found = [manifest.sha256 for manifest in corpora.manifests]
+    except RegrowError as error:
+        found = type(error)(f"on {host}: {error}")
+    whole: list[tuple[str, list[str]]] = []
+    for name, each in gather((host, found)):
+        if isinstance(each, RegrowError):
+            raise each
+        whole.append((name, each))
+    first_host, first = whole[0]
+    for name, each in whole:
+        for folder, mine, its in zip(corpora.folders, first, each, strict=True):
+            if its != mine:
+                raise DataError(
+                    f"{folder} on {name} is another corpus than on {first_host} (sha256 {its[:12]} and {mine[:12]}): "
+                    "copy one of them to the other host, or name a folder that all hosts share"
+                )
+    return corpora
+
+
 class TorchrunRun:
     """A run's folder, held open by the first rank; the loop's hooks, on every rank."""
 
     def __init__(self, config: PretrainConfig, console: Console) -> None:
         """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
         self.config, self.console, self.rank = config, console, rank()
-        self.corpora = Corpora.of_plain(
-            on_first_rank_at_length(lambda: find_corpora(config, progress=console.progress).to_plain())
-        )
+        self.corpora = _corpora_of_all(config, console)
         self._lock: TextIO | None = None  # the first rank's, as what follows
         self._claim: Claim | None = None
         self.run = Run(run_folder(config), *on_first_rank_at_length(self._open))
