@@ -367,7 +367,7 @@ def test_one_machines_checks_import_neither_ray_nor_hydra() -> None:
 def test_one_machines_checks_need_nothing_but_torch(tmp_path: Path) -> None:
     """What a lent machine may lack has stand-ins: every name of it that is imported, and with the same numbers."""
     modules = sorted({check.function.partition(":")[0] for check in CHECKS if check.part is not Part.cluster})
-    for name in ("isal", "pynvml", "ray", "hydra", "omegaconf"):
+    for name in ("isal", "pynvml", "ray", "hydra", "omegaconf", "yaml"):
         (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError('it is not installed')\n")
     code = (
         "import importlib, sys, zlib\n"
@@ -375,6 +375,8 @@ def test_one_machines_checks_need_nothing_but_torch(tmp_path: Path) -> None:
         "child._missing = lambda name: True\n"
         "child.provide()\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
+        "from regrow.config.plain import models, read_model\n"
+        "for name in models(): read_model(name)\n"
         "from regrow.state import checksums\n"
         "one, other = b'abc' * 100, b'defg' * 1234\n"
         "both = checksums.crc32_combine(zlib.crc32(one), zlib.crc32(other), len(other))\n"

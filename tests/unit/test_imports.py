@@ -17,6 +17,9 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "regrow.storage": ("fsspec", "pyarrow", "boto3", "botocore"),  # the last two for S3 alone
     },
+    "PyYAML, which a machine that acceptance tries may lack": {
+        "regrow.config.plain": ("regrow.config.conf_yaml",),
+    },
     "slow to load, and needed where the hub is asked, or text is encoded": {
         "regrow.data.preflight": ("huggingface_hub",),
         "regrow.data.prepare.tokenizer": ("tokenizers",),

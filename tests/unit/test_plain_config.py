@@ -1,6 +1,9 @@
 """Configurations without Hydra are those that Hydra composes."""
 
 import re
+import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.config import plain
+from regrow.config import plain, store
 from regrow.config.run_yaml import read_yaml
 from regrow.config.schema import DataConfig, MixtureStage, OptimConfig, PretrainConfig
 from regrow.config.store import load_run_config, pretrain_config, to_dict
@@ -57,6 +60,198 @@ def test_the_same_configuration_as_hydras(arguments: list[str]) -> None:
     assert plain.pretrain_config(arguments) == pretrain_config(quoted)
 
 
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Adds files to a copy of conf/."""
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    monkeypatch.setattr(plain, "CONF_DIR", conf)
+    monkeypatch.setattr(store, "CONF_DIR", conf)
+
+    def add(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (conf / f"{name}.yaml").write_text(text, "utf-8")
+
+    return add
+
+
+GLOBAL = "# @package _global_\n"
+MINE = f"{GLOBAL}defaults: [h100x64, _self_]\ncluster: {{name: mine, min_workers: 48}}\n"
+HERE = """\
+# @package _global_
+defaults:
+  - {bases}
+  - override /model: 70b
+  - _self_
+cluster: {{name: mine, max_workers: 60}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments"),
+    [
+        ({"cluster/mine": MINE}, []),
+        ({"cluster/mine": MINE}, ["model=1b"]),
+        ({"cluster/mine": MINE.replace("[h100x64, _self_]", "[h100x64]")}, []),
+        ({"cluster/mine": MINE.replace("[h100x64, _self_]", "[_self_, h100x64]")}, []),
+        ({"cluster/mine": MINE.replace("[h100x64, _self_]", "[h100x512, h100x64]")}, []),
+        ({"cluster/mine": HERE.format(bases="h100x64")}, []),
+        ({"cluster/mine": HERE.format(bases="base"), "cluster/base": MINE}, []),
+        ({"cluster/mine": HERE.format(bases="base"), "cluster/base": MINE}, ["data=text_files", "train.steps=9"]),
+        ({"cluster/mine": MINE.replace("h100x64", "base"), "cluster/base": HERE.format(bases="gpu1")}, []),
+        ({"cluster/mine": "defaults: [base]\nmax_workers: 7\n", "cluster/base": "defaults: [cpu3]\nname: b\n"}, []),
+        ({"cluster/mine": "defaults: [gpu1]\nname: mine\n"}, []),
+        ({"cluster/mine": "# @package cluster\nname: mine\n"}, []),
+    ],
+)
+def test_a_file_that_builds_on_others_is_composed_as_hydra_does(
+    own: Callable[[dict[str, str]], None], files: dict[str, str], arguments: list[str]
+) -> None:
+    """Before, +cluster=mine had nothing of what it builds on: the 5M model in place of 8b."""
+    own(files)
+    config = plain.pretrain_config(["+cluster=mine", *arguments])
+    assert config == pretrain_config(["+cluster=mine", *arguments])
+    assert config.cluster.name in ("mine", "h100x64", "b")
+
+
+@pytest.mark.parametrize(
+    ("defaults", "entry"),
+    [
+        ("[h100x64, h100x64]", "mine.yaml: defaults: h100x64"),
+        ("[override /model: 8b, h100x64]", "h100x64"),
+        ("[h100x64, h100x65]", "no cluster called 'h100x65'"),
+        ("[/cluster/h100x64]", "/cluster/h100x64"),
+        ("[optional h100x64]", "optional h100x64"),
+        ("[h100x64@cluster]", "h100x64@cluster"),
+        ("[/model: 8b]", "{'/model': '8b'}"),
+        ("[override /model: null]", "{'override /model': None}"),
+        ("[override /site: eks_p5]", "{'override /site': 'eks_p5'}"),
+        ("['${cluster.name}']", "${cluster.name}"),
+        ("", "mine.yaml: defaults: None is no list"),
+        ("gpu1", "mine.yaml: defaults: gpu1 is no list"),
+        ("[mine]", "conf/cluster/mine.yaml builds on conf/cluster/mine.yaml twice"),
+        ("[one, other]", "conf/cluster/mine.yaml builds on conf/cluster/gpu1.yaml twice"),
+    ],
+)
+def test_what_is_not_understood_of_defaults_is_refused(
+    own: Callable[[dict[str, str]], None], defaults: str, entry: str
+) -> None:
+    above = dict.fromkeys(("cluster/one", "cluster/other"), f"{GLOBAL}defaults: [gpu1]\n")
+    own({"cluster/mine": f"{GLOBAL}defaults: {defaults}\n", **above})
+    with pytest.raises(ConfigError) as caught:
+        plain.pretrain_config(["+cluster=mine"])
+    assert entry in str(caught.value)
+
+
+def test_only_a_file_of_a_cluster_chooses_of_other_groups(own: Callable[[dict[str, str]], None]) -> None:
+    own({"model/mine": "defaults: [8b, override /data: fineweb_edu]\n"})
+    with pytest.raises(ConfigError, match=r"conf/model/mine.yaml: only a file of conf/cluster chooses a data"):
+        plain.pretrain_config(["model=mine"])
+
+
+SAME = [
+    "source: ~",
+    'source: "/a # b"',
+    "source: '/a/it''s'",
+    "source: /a # b",
+    "source: a#b",
+    "source: 'null'",
+    "source: 'yes'",
+    "source: y",
+    "source: 010",
+    "source: 2026_11_28",
+    "source: 2026-11-28",
+    "source: 12:30:45",
+    "source: |\n  a\n  b",
+    "source: 1__0e3",
+    "min_score:",
+    "min_score: 3",
+    "corpora: {web: /a, mail: 7}",
+    "corpora: {web: /a}\nmixture:\n- from_tokens: 0\n  weights: {web: 1}\n- {from_tokens: 1e9, weights: {web: .5}}",
+    "seq_len: '16'",
+    "seq_len: 1_024",
+    "seq_len: 0x10",
+    "seq_len: 010",
+    *(f"cache_gb: {number}" for number in ("1e-3", "12", "'7'", ".5", "-1E+3", "1_0e3", "1.5e3", ".inf")),
+    "---\nseq_len: 16",
+    "{seq_len: 16, source: /a}",
+    "<<: {seq_len: 16}",
+    "defaults: [fineweb_edu_all]\ntokenizer: null",
+]
+REFUSED = {
+    "source: ${oc.env:HOME}/runs": "data.source=${oc.env:HOME}/runs is for Hydra to fill in",
+    "source: ???": "data.source=??? is for Hydra to fill in",
+    "source: true": "data.source=True is no text; write it in quotes",
+    "source: no": "data.source=False is no text; write it in quotes",
+    "source: 12e4": "data.source=120000.0 is no text; write it in quotes",
+    "source: 1.5": "data.source=1.5 is no text; write it in quotes",
+    "source: [a]": "data.source=['a'] is no text",
+    "corpora: {no: /a}": "line 1: the key 'no' is no word; write it in quotes",
+    "corpora: {2024: /a}": "line 1: the key '2024' is no word; write it in quotes",
+    "corpora: {web: ~}": "data.corpora.web=None is no text",
+    "corpora: [a]": "data.corpora=['a'] is no mapping",
+    "corpora:": "data.corpora=None is no mapping",
+    "mixture: {}": "data.mixture={} is no list",
+    "mixture: [1]": "data.mixture[0]=1 is no mapping",
+    "mixture: [{x: 1}]": "unknown setting 'data.mixture[0].x'",
+    "seq_len: 16.0": "data.seq_len=16.0 is no int",
+    "seq_len: true": "data.seq_len=True is no int",
+    "seq_len: null": "data.seq_len=None is no int",
+    "cache_gb: true": "data.cache_gb=True is no float",
+    "seq_len: 1\nseq_len: 2": "line 2: the key 'seq_len' is there twice",
+    "seq_len: 1\n---\nseq_len: 2": "line 2: but found another document",
+    "a: b: c": "line 1: mapping values are not allowed here",
+    "- a": "is no mapping of settings: ['a']",
+    "# @package train\nsteps: 3": "@package train is not read here; _global_ or data is",
+}
+
+
+@pytest.mark.parametrize("text", SAME)
+def test_a_file_of_ones_own_is_read_as_hydra_does(own: Callable[[dict[str, str]], None], text: str) -> None:
+    own({"data/mine": f"{text}\n"})
+    config = plain.pretrain_config(["data=mine"])
+    assert config == pretrain_config(["data=mine"])
+    assert config.data != DataConfig() or text in ("source: ~", "min_score:")
+
+
+@pytest.mark.parametrize(
+    "text", ["rope_scaling: {factor: 4.0}", "rope_scaling: {}", "tied: yes", "name: 1b", "name: 8"]
+)
+def test_a_model_of_ones_own_is_read_by_its_name(own: Callable[[dict[str, str]], None], text: str) -> None:
+    own({"model/mine": f"---\n{text}\n"})
+    assert (
+        plain.read_model("mine") == plain.pretrain_config(["model=mine"]).model == pretrain_config(["model=mine"]).model
+    )
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED.items())
+def test_what_a_file_cannot_say_here_is_refused_with_its_name(
+    own: Callable[[dict[str, str]], None], text: str, message: str
+) -> None:
+    own({"data/mine": f"{text}\n"})
+    with pytest.raises(ConfigError) as caught:
+        plain.pretrain_config(["data=mine"])
+    assert str(caught.value).startswith(f"conf/data/mine.yaml: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", plain.models())
+def test_a_models_sizes_are_the_same_without_pyyaml(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = plain.read_model(name)
+    monkeypatch.setitem(sys.modules, "regrow.config.conf_yaml", None)
+    assert plain.read_model(name) == known
+
+
+@pytest.mark.parametrize("text", ["rope_scaling: {factor: 4.0}", "name: 'a b'", "- a", "norm_eps: 1e-6"])
+def test_what_needs_pyyaml_says_so(
+    own: Callable[[dict[str, str]], None], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own({"model/mine": f"dim: 16\n{text}\n"})
+    monkeypatch.setitem(sys.modules, "regrow.config.conf_yaml", None)
+    with pytest.raises(ConfigError, match=r"conf/model/mine.yaml: .* needs PyYAML, which is not installed"):
+        plain.read_model("mine")
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -68,6 +263,7 @@ def test_the_same_configuration_as_hydras(arguments: list[str]) -> None:
         ("data.mixture=[]", "data.mixture=[] cannot be given here; use jobs.pretrain"),
         ("train", "'train' is no key=value"),
         ("train=3", "train=3 cannot be given here"),
+        ("run.storage_path=${oc.env:HOME}/runs", "run.storage_path=${oc.env:HOME}/runs is for Hydra to fill in"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_value(argument: str, message: str) -> None:

@@ -13,14 +13,14 @@ import types
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from regrow.config.schema import ModelConfig, PretrainConfig
 from regrow.errors import ConfigError
 
 CONF_DIR = Path(__file__).parents[3] / "conf"
 GROUPS = {"model": "debug", "data": "python_docs"}  # and what is chosen where nothing is said
-GLOBAL = "# @package _global_"
+GLOBAL, SELF = "_global_", "_self_"  # Hydra's: settings of all groups; where a file's own come among those it builds on
 WORD = r"[A-Za-z_][A-Za-z0-9_./-]*"  # a key that YAML takes for one, but for these
 NO_WORDS = ("y", "yes", "n", "no", "true", "false", "on", "off", "null")
 UNPRINTABLE = r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"  # what YAML refuses or takes for a line's end
@@ -28,9 +28,15 @@ UNPRINTABLE = r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"  # what 
 Tree = dict[str, Any]
 
 
+class Word(str):
+    """A text of which YAML has not said what it is: the value of an argument."""
+
+
 def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
     """The configuration of `jobs.pretrain` with these arguments. Raises ConfigError for what is no setting or value."""
-    chosen, files, settings = dict(GROUPS), [], []
+    chosen = dict(GROUPS)
+    files: list[Tree] = []
+    settings: list[Tree] = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
@@ -38,16 +44,16 @@ def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
         if key in GROUPS:
             chosen[key] = value
         elif key == "+cluster":
-            overridden, trees = _cluster(value)
-            chosen |= {group: name for group, name in overridden.items() if not _chooses(arguments, group)}
-            files += trees
+            if files:
+                raise ConfigError(f"cluster is given twice: give it once, as {argument}")
+            tree, choices = _compose("cluster", value, "cluster", [])
+            files.append(tree)
+            chosen |= {group: name for group, name in choices.items() if not _chooses(arguments, group)}
         else:
-            settings.append((key.lstrip("+"), value))
+            settings.append(_tree(key.lstrip("+"), value))
     values: Tree = {}
-    for tree in [*(_read(group, name) for group, name in chosen.items()), *files]:
-        _merge(values, tree)
-    for key, value in settings:
-        _set(values, key, value)
+    for tree in [*(_read(group, name) for group, name in chosen.items()), *files, *settings]:
+        values = _merged(values, tree)
     return _build(PretrainConfig, values, "")
 
 
@@ -55,93 +61,144 @@ def _chooses(arguments: Sequence[str], group: str) -> bool:
     return any(each.startswith(f"{group}=") for each in arguments)
 
 
+def _tree(key: str, value: str) -> Tree:
+    """What an argument sets. Raises ConfigError for what is no setting or value."""
+    tree: Any = Word(value)
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    _build(PretrainConfig, tree, "")
+    return cast(Tree, tree)
+
+
 def read_model(name: str) -> ModelConfig:
-    """A model of conf/model by its name. Raises ConfigError for one that there is not."""
-    return _build(ModelConfig, _read("model", name)["model"], "model.")
+    """A model of conf/model by its name. Raises ConfigError for one that there is not, or that is no model."""
+    return _build(ModelConfig, _read("model", name).get("model", {}), "model.")
 
 
 def models() -> list[str]:
     """Of conf/model, those that are sizes alone."""
     files = sorted((CONF_DIR / "model").glob("*.yaml"))
-    return [file.stem for file in files if GLOBAL not in file.read_text()]
-
-
-def parse_yaml(text: str) -> Tree:
-    """The YAML that conf/ uses for settings: maps nested by indentation, of words, numbers and lists of words."""
-    root: Tree = {}
-    stack: list[tuple[int, Tree]] = [(-1, root)]
-    last: tuple[Tree, str] = (root, "")
-    for line in text.splitlines():
-        content = re.sub(r"(^|\s)#.*", "", line).rstrip()
-        if not content.strip():
-            continue
-        indent, content = len(content) - len(content.lstrip()), content.strip()
-        if content.startswith("- "):
-            parent, key = last
-            parent[key] = [*(parent[key] or []), content[2:].strip()]
-            continue
-        key, _, value = content.partition(":")
-        while stack[-1][0] >= indent:
-            stack.pop()
-        parent = stack[-1][1]
-        last = (parent, key)
-        if value.strip():
-            parent[key] = value.strip().strip("'\"") or value.strip()
-        else:
-            parent[key] = {}
-            stack.append((indent, parent[key]))
-    return root
-
-
-def _cluster(name: str) -> tuple[dict[str, str], list[Tree]]:
-    """The groups that a cluster's file chooses, and its settings."""
-    tree = _file("cluster", name)
-    overridden = {}
-    for each in tree.pop("defaults", None) or []:
-        if each.startswith("override /"):
-            group, _, choice = each.removeprefix("override /").partition(":")
-            overridden[group.strip()] = choice.strip()
-    return overridden, [tree]
+    return [file.stem for file in files if _package(file.read_text("utf-8")) is None]
 
 
 def _read(group: str, name: str) -> Tree:
-    """The settings of a choice of a group, those of the choices that it builds on below them."""
-    tree = _file(group, name)
-    below: Tree = {}
-    for each in tree.pop("defaults", None) or []:
-        if each != "_self_":
-            _merge(below, _read(group, each))
-    _merge(below, tree)
-    return below
+    """The settings of a model or of data. Raises ConfigError for one that chooses of other groups."""
+    values, choices = _compose(group, name, group, [])
+    if choices:
+        raise ConfigError(f"conf/{group}/{name}.yaml: only a file of conf/cluster chooses a {' and a '.join(choices)}")
+    return values
 
 
-def _file(group: str, name: str) -> Tree:
+def _compose(group: str, name: str, package: str, read: list[str]) -> tuple[Tree, dict[str, str]]:
+    """A file's settings over those of the files that it builds on, and what they choose of GROUPS, as Hydra has them.
+
+    `package` is where its settings belong if it does not say it; `read` has the names of the files read before.
+    """
+    path = f"conf/{group}/{name}.yaml"
+    if name in read:
+        raise ConfigError(f"conf/{group}/{read[0]}.yaml builds on {path} twice")
+    read.append(name)
+    tree, package = _file(group, name, package)
+    bases, own_choices = _defaults(path, tree.pop("defaults", []))
+    own = tree if package == GLOBAL else {package: tree}
+    try:
+        _build(PretrainConfig, own, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    values: Tree = {}
+    choices: dict[str, str] = {}
+    for base in bases:
+        below, theirs = (own, {}) if base == SELF else _compose(group, base, package, read)
+        values, choices = _merged(values, below), choices | theirs
+    return values, choices | own_choices
+
+
+def _defaults(path: str, entries: Any) -> tuple[list[str], dict[str, str]]:
+    """Of a file's `defaults`: files of its group in their order, SELF among them, and choices of other groups.
+
+    Raises ConfigError for what is neither.
+    """
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: defaults: {entries} is no list")
+    bases: list[str] = []
+    choices: dict[str, str] = {}
+    for entry in entries:
+        overrides = list(entry.items()) if isinstance(entry, dict) and len(entry) == 1 else []
+        group, choice = overrides[0] if overrides else ("", None)
+        group = "".join(re.findall(r"^override +/(\w+)$", group))
+        if isinstance(entry, str) and re.fullmatch(r"\w[\w.-]*", entry) and not choices and entry not in bases:
+            bases.append(entry)
+        elif entry == SELF and SELF not in bases:
+            bases.append(SELF)
+        elif group in GROUPS and group not in choices and isinstance(choice, str):
+            choices[group] = choice
+        else:
+            raise ConfigError(
+                f"{path}: defaults: {entry} is not read here; each is a file of the same folder or _self_, after these "
+                f"`override /GROUP: NAME` of {' or '.join(GROUPS)}, and all once"
+            )
+    return (bases if SELF in bases else [*bases, SELF]), choices
+
+
+def _file(group: str, name: str, package: str) -> tuple[Tree, str]:
+    """What a file holds, and the package that it belongs to: its own, or the one that is given."""
     path = CONF_DIR / group / f"{name}.yaml"
     if not path.exists():
         known = ", ".join(sorted(each.stem for each in (CONF_DIR / group).glob("*.yaml")))
         raise ConfigError(f"no {group} called {name!r}; available: {known}")
-    text = path.read_text()
-    tree = parse_yaml(text)
-    if GLOBAL in text:
-        return tree
-    defaults = tree.pop("defaults", None)
-    return {group: tree} | ({"defaults": defaults} if defaults else {})
+    try:
+        text = path.read_text("utf-8")
+        tree = _parsed(text)
+    except ValueError as error:
+        raise ConfigError(f"conf/{group}/{path.name}: {error}") from error
+    package = _package(text) or package
+    if package not in (GLOBAL, group):
+        raise ConfigError(f"conf/{group}/{path.name}: @package {package} is not read here; {GLOBAL} or {group} is")
+    return tree, package
 
 
-def _merge(into: Tree, tree: Tree) -> None:
-    for key, value in tree.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
+def _package(text: str) -> str | None:
+    """What the first line says of where a file's settings belong."""
+    found = re.match(r"\s*#[ \t]*@package +(.*)", text)
+    return found[1].strip() if found else None
+
+
+def _parsed(text: str) -> Tree:
+    """Raises ValueError for what is no YAML."""
+    try:
+        from regrow.config.conf_yaml import parse_yaml
+    except ModuleNotFoundError:
+        return _sizes(text)
+    return parse_yaml(text)
+
+
+def _sizes(text: str) -> Tree:
+    """A file of a model's sizes, where there is no PyYAML. Raises ValueError for all but words and numbers."""
+    tree: Tree = {}
+    inner = tree
+    for line in text.splitlines():
+        content = re.sub(r"(^|\s)#.*", "", line).rstrip()
+        found = re.fullmatch(r"( *)([a-z]\w*):(?: +([\w.]+))?", content)
+        if content and found is None:
+            raise ValueError(f"{content.strip()!r} needs PyYAML, which is not installed")
+        if found is None:
+            continue
+        indent, key, word = found.groups()
+        inner = inner if indent else tree
+        if word is None:
+            inner[key] = inner = {}
         else:
-            into[key] = value
+            inner[key] = Word(word)
+    return tree
 
 
-def _set(values: Tree, key: str, value: str) -> None:
-    *groups, last = key.split(".")
-    for group in groups:
-        inner = values.setdefault(group, {})
-        values = inner if isinstance(inner, dict) else {}
-    values[last] = value
+def _merged(below: Tree, above: Tree) -> Tree:
+    inner = {
+        key: _merged(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(key), dict)
+    }
+    return below | above | inner
 
 
 def _build(schema: Any, values: Tree, prefix: str) -> Any:
@@ -156,35 +213,45 @@ def _build(schema: Any, values: Tree, prefix: str) -> Any:
 
 
 def _value(hint: Any, value: Any, key: str) -> Any:
-    if get_origin(hint) in (types.UnionType, Union):
-        if value == "null":
+    """A value of that type, of an argument or a file. Raises ConfigError, naming both."""
+    is_word, origin = isinstance(value, Word), get_origin(hint)
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        raise ConfigError(f"{key}={value} is for Hydra to fill in, which is not there; write what is meant")
+    if origin in (types.UnionType, Union):
+        if value is None or (is_word and value == "null"):
             return None
         *others, hint = (each for each in get_args(hint) if each is not types.NoneType)
-        if others and re.fullmatch(r"[+-]?\d+", str(value)):  # of `int | str`
+        if others and (type(value) is int or (is_word and re.fullmatch(r"[+-]?\d+", value))):  # of `int | str`
             hint = int
+        origin = get_origin(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _build(hint, value, key + ".")
-    if get_origin(hint) is dict and isinstance(value, dict):
+    if origin is dict and isinstance(value, dict):
         return {name: _value(get_args(hint)[1], each, f"{key}.{name}") for name, each in value.items()}
-    if dataclasses.is_dataclass(hint) or get_origin(hint) is not None or isinstance(value, (dict, list)):
+    if origin is list and isinstance(value, list):
+        return [_value(get_args(hint)[0], each, f"{key}[{number}]") for number, each in enumerate(value)]
+    is_many = dataclasses.is_dataclass(hint) or origin is not None
+    if is_word and is_many:
         raise ConfigError(f"{key}={value} cannot be given here; use jobs.pretrain, or a file below conf/")
+    if is_many:
+        raise ConfigError(f"{key}={value} is no {'list' if origin is list else 'mapping'}")
     try:
         return _scalar(hint, value)
-    except ValueError as error:
-        allowed = f", one of {', '.join(hint.__members__)}" if issubclass(hint, Enum) else ""
-        raise ConfigError(f"{key}={value} is no {hint.__name__}{allowed}") from error
+    except (ValueError, OverflowError) as error:
+        advice = f", one of {', '.join(hint.__members__)}" if issubclass(hint, Enum) else ""
+        advice = "; write it in quotes" if hint is str and isinstance(value, bool | float) else advice
+        raise ConfigError(f"{key}={value} is no {'text' if hint is str else hint.__name__}{advice}") from error
 
 
-def _scalar(kind: Any, text: str) -> Any:
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(text)
-        return text.lower() == "true"
-    if issubclass(kind, Enum):
-        if text not in kind.__members__:
-            raise ValueError(text)
-        return kind[text]
-    return kind(text)
+def _scalar(kind: Any, value: Any) -> Any:
+    """As OmegaConf converts it, or less. Raises ValueError, or OverflowError for a whole number that no float holds."""
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__:
+        return kind[value]
+    if kind in (int, str, float) and (isinstance(value, str) or type(value) is int or type(value) is kind is float):
+        return kind(value)
+    raise ValueError(value)
 
 
 def _keys(schema: Any, prefix: str = "") -> Iterator[str]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from regrow.config.check import check_finite, check_plan, topologies, topology_of, world_sizes
-from regrow.config.plain import CONF_DIR, parse_yaml
+from regrow.config.conf_yaml import parse_yaml
+from regrow.config.plain import CONF_DIR
 from regrow.config.schema import PolicyConfig, PretrainConfig, SimulateConfig, SimulateJobConfig
 from regrow.config.snapshots import fixed_every_steps, takes_snapshots
 from regrow.config.spares import num_beyond, parks
@@ -232,7 +233,9 @@ def _given(simulate: SimulateConfig) -> list[str]:
     shipped = parse_yaml((CONF_DIR / "simulate.yaml").read_text())["simulate"]["figures"]
     shipped = shipped | parse_yaml((CONF_DIR / "simulate" / "policy" / f"{OWN}.yaml").read_text())["figures"]
     return [
-        name for name, text in (simulate.figures | simulate.policy[OWN].figures).items() if shipped.get(name) != text
+        name
+        for name, text in (simulate.figures | simulate.policy[OWN].figures).items()
+        if str(shipped.get(name)) != text
     ]
 
 
