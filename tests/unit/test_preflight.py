@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.data.read.corpora import find_corpora
 from regrow.errors import DataError, UnseenError
+from regrow.runtime.run_folder import find_or_create, write_config
 from regrow.storage import RemoteStorage, Storage
 from regrow.submit.submit import look_at_corpus
 from support.hub import hub
@@ -82,6 +84,25 @@ def silent_port() -> Iterator[int]:
 
 def quiet(stage: str, done: float, total: float) -> None:
     pass
+
+
+def test_a_run_goes_on_with_the_corpus_that_it_began_with_whatever_became_of_its_source(
+    tmp_path: Path, source: Path, tokenizer: Path
+) -> None:
+    own = shutil.copytree(source, tmp_path / "own")
+    config = config_of(tmp_path, source=str(own), tokenizer=str(tokenizer))
+    begun = find_corpora(config, progress=quiet)
+    write_config(find_or_create(config, manifest_sha256=begun.sha256), config)
+    shutil.copy(own / "0.parquet", own / "more.parquet")
+    assert find_corpora(config, progress=quiet) == begun
+    shutil.rmtree(own)
+    assert check_corpus(config).num_rows == begun.manifests[0].splits["train"].num_rows
+    assert find_corpora(config, progress=quiet) == begun
+    another = replace(config, run=replace(config.run, name="another"))
+    other_documents = replace(config, data=replace(config.data, max_document_chars=1000))
+    for each in (another, other_documents):
+        with pytest.raises(DataError, match="own"):
+            find_corpora(each, progress=quiet)
 
 
 def test_rows_are_estimated_before_and_counted_after_the_preparation(

@@ -84,6 +84,10 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     if data.corpora:
         named = ", ".join(data.corpora.values())
         return _look_at("data.corpora", named, lambda: _counted(config, data.corpora), deadline_s)
+    if footers or not is_hub(data.source):
+        begun = _look_at("run.storage_path", config.run.storage_path, lambda: _begun(config), deadline_s)
+        if begun is not None:
+            return begun
     recipe = load_recipe(data.recipe)
     on_hub = _sizes_on_hub("data.source", data.source, deadline_s)
     if on_hub is None or footers:
@@ -137,6 +141,14 @@ def _counted(config: PretrainConfig, folders: Mapping[str, str]) -> Outlook:
     check_corpora(config, corpora)
     rows = sum(manifest.splits["train"].num_rows for manifest in corpora.manifests)
     return Outlook(rows, config.data.seq_len, config.train.steps, config.optim.global_batch_seqs, "")
+
+
+def _begun(config: PretrainConfig) -> Outlook | None:
+    """Of a run that goes on with the corpus that it has begun with, whatever became of the source."""
+    from regrow.data.read.corpora import begun_with
+
+    folder = begun_with(config)
+    return _counted(config, {"": folder}) if folder is not None else None
 
 
 def _prepared(config: PretrainConfig, recipe: Recipe) -> Outlook | None:

@@ -59,6 +59,7 @@ TRAINING_CHARS = 200_000_000  # of text that a tokenizer is trained on
 _PIECES = 3  # domain of the shuffle of pieces, beside those of plan.order
 
 # what the prepared content depends on, beside the recipe's own description of its source
+PREPARED = "data"  # the folder of corpora below run.storage_path
 CONTENT_KEYS = (
     "vocab_size",
     "seq_len",
@@ -96,7 +97,7 @@ def find_or_prepare(
     """
     recipe = load_recipe(config.recipe)
     fixed = fixed_by(config, recipe)
-    folder = Storage.at(storage_path) / "data" / _name(config, fixed)
+    folder = Storage.at(storage_path) / PREPARED / _name(config, fixed)
     if folder.is_local and folder.exists(MANIFEST):  # perhaps of others, to be read only
         return folder, Manifest.load(str(folder))
     return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute, fixed=fixed)
@@ -104,7 +105,7 @@ def find_or_prepare(
 
 def corpus_folder(config: DataConfig, storage_path: str, recipe: Recipe) -> Storage:
     """Where the corpus that the config describes is, or will be."""
-    return Storage.at(storage_path) / "data" / cache_name(config, recipe)
+    return Storage.at(storage_path) / PREPARED / cache_name(config, recipe)
 
 
 def cache_name(config: DataConfig, recipe: Recipe | None = None) -> str:

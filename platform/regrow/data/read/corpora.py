@@ -1,9 +1,10 @@
 """The prepared corpora that a run trains on: the one that its recipe makes, or several that it mixes."""
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrow.config.schema import DataConfig, PretrainConfig
-from regrow.data.prepare.prepare import Distribute, Progress, find_or_prepare
+from regrow.data.prepare.prepare import CONTENT_KEYS, PREPARED, Distribute, Progress, find_or_prepare
 from regrow.data.read.batch import Rows, layout_of
 from regrow.data.read.manifest import Manifest, by_another_version
 from regrow.data.read.range_cache import RangeCache
@@ -21,8 +22,10 @@ from regrow.data.read.shards import ShardReader
 from regrow.errors import DataError
 from regrow.plan.mixture import Mixture, plan_mixture
 from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order
+from regrow.record.run_folder import read_config, read_record, run_folder
 from regrow.storage import Storage
 
+MADE_BY = ("recipe", "source", "tokenizer", "end_of_text", *CONTENT_KEYS)  # settings of a corpus that a recipe makes
 RETRY_S = 1.0  # that a store is asked again for, while its node's other ranks wait: what is patient looks about between
 
 
@@ -120,17 +123,46 @@ class CorporaReader:
 
 
 def find_corpora(config: PretrainConfig, *, progress: Progress, distribute: Distribute = map) -> Corpora:
-    """The corpora of a run; prepared now, if it names none that are.
+    """The corpora of a run; prepared now, if it names none that are, and has begun with none.
 
     Raises DataError for those that do not fit each other, or the run.
     """
     if config.data.corpora:
         corpora = Corpora.of(config.data.corpora, config.data)
+    elif (begun := begun_with(config)) is not None:
+        corpora = Corpora.at(begun, config.data)
     else:
         folder, _ = find_or_prepare(config.data, config.run.storage_path, progress=progress, distribute=distribute)
         corpora = Corpora.at(str(folder), config.data)
     check_corpora(config, corpora)
     return corpora
+
+
+def begun_with(config: PretrainConfig) -> str | None:
+    """The folder of the corpus that a run has begun with, and that its recipe made: its source may have grown since, or
+    be gone. None for a run that has not begun, or by other settings, and where that corpus is not there.
+
+    Raises RegrowError for a damaged record, OSError of storage.
+    """
+    run, data = run_folder(config), config.data
+    record = read_record(run)
+    if data.corpora or record is None or record["manifest_sha256"] is None:
+        return None
+    before = read_config(run).get("data") or {}
+    if any(key not in before or before[key] != getattr(data, key) for key in MADE_BY):
+        return None
+    for folder in prepared_in(config.run.storage_path):
+        if folder.rpartition("/")[2].startswith(f"{data.recipe}-"):
+            with contextlib.suppress(DataError):  # of an unfinished one
+                if Manifest.load(folder).sha256 == record["manifest_sha256"]:
+                    return folder
+    return None
+
+
+def prepared_in(storage_path: str) -> Iterator[str]:
+    """The folders of corpora below a run.storage_path. Raises OSError of storage."""
+    folder = Storage.at(storage_path) / PREPARED
+    yield from (str(folder / name) for name in folder.list() if name[0] != ".")
 
 
 def order_of(config: PretrainConfig, corpora: Corpora) -> Order:

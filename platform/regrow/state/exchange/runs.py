@@ -17,7 +17,7 @@ from regrow.config.check import check_run_name
 from regrow.config.plain import read_model
 from regrow.config.schema import DataConfig, Dtype, OptimConfig, Schedule
 from regrow.data.prepare.tokenizer import parse_tokenizer
-from regrow.data.read.corpora import Corpora
+from regrow.data.read.corpora import Corpora, prepared_in
 from regrow.errors import CheckpointError, DataError
 from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
@@ -376,11 +376,9 @@ def _prepared(storage_paths: Iterable[str | None]) -> Iterator[str]:
     """The corpora that are prepared below these."""
     for path in dict.fromkeys(each for each in storage_paths if each):
         try:
-            folder = Storage.at(path) / "data"
-            names = folder.list()
+            yield from list(prepared_in(path))
         except (StorageError, OSError):
             continue  # where the run was, and out of reach from here
-        yield from (str(folder / name) for name in names if name[0] != ".")
 
 
 def read_tokenizer(corpora: Corpora) -> bytes:
