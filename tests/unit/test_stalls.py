@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from regrow.control.health import SECONDS, STEPS, STOPPED_S, STUCK_SHARE, Pulse, Stalls, hanging, left_behind
-from regrow.control.phases import BEYOND_S, FACTOR, PHASES, Phase, Usual
+from regrow.control.phases import BEYOND_S, FACTOR, PATIENCE, PHASES, Phase, Usual
 from regrow.control.slow import Worker
+from support.told import Told
 
 
 def watching(step_s: float = 0.2) -> Stalls:
@@ -115,6 +116,21 @@ def test_who_is_waited_for_hangs_once_its_own_phase_is_too_long(
         waiting = {worker: replace(each, waits_s=at_s) for worker, each in WAITING.items()}
         late = replace(answer(3, 69, waits=False), phase=phase, phase_s=at_s)
         assert hanging([B], waiting | {B: late}, usual) == ([B] if at_s > hangs_at_s else [])
+
+
+def test_who_waits_for_storage_alone_is_ended_before_the_others_collective_fails() -> None:
+    """Before, it waited for 900 s and the others for 600, in each of seven groups; where most wait, all outlive it."""
+    told = Told()
+    usual, timeout_s = told.control.health.usual, told.control._config.train.collective_timeout_s
+    for longest_s in (0.0, 850.0):  # no outage so far, and a long one that all outlived
+        usual.learn([[longest_s * (each is Phase.storage) for each in PHASES]])
+        at_s = PATIENCE * timeout_s
+        late = replace(answer(3, 69, waits=False), phase=Phase.storage, phase_s=at_s)
+        waiting = {worker: replace(each, waits_s=at_s) for worker, each in WAITING.items()}
+        assert hanging([B], waiting | {B: late}, usual) == [B]
+        assert hanging([B], waiting | {B: replace(late, phase_s=at_s / 2)}, usual) == []
+        idle = dict.fromkeys([A, B], late)
+        assert left_behind({worker: replace(each, asked=2) for worker, each in idle.items()}, idle) == []
 
 
 def answer(asked: int, collectives: int, *, waits: bool) -> Pulse:

@@ -28,7 +28,7 @@ from regrow.control.membership import Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
-from regrow.control.phases import BEYOND_S, FACTOR, ROOM_S, Phase, Usual
+from regrow.control.phases import BEYOND_S, FACTOR, PATIENCE, ROOM_S, Phase, Usual
 from regrow.control.read_back import StoredSteps
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
@@ -374,7 +374,8 @@ def _usual(config: PretrainConfig) -> Usual:
     then_works = {phase: FACTOR * seconds for phase, seconds in waits_s.items()}  # reads or writes otherwise
     as_collectives_s = config.train.collective_timeout_s - BEYOND_S  # with BEYOND_S, as long as the others wait for it
     least_s = then_works | {Phase.snapshot: ROOM_S, Phase.callback: as_collectives_s}
-    return Usual(config.cluster.stuck_s, least_s=least_s)
+    alone_s = PATIENCE * config.train.collective_timeout_s - BEYOND_S  # before the others' collective fails
+    return Usual(config.cluster.stuck_s, least_s=least_s, most_s={Phase.storage: alone_s})
 
 
 def _cadence(config: PretrainConfig, now: float) -> Cadence:

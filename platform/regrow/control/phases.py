@@ -26,6 +26,7 @@ KEPT = 10  # of a phase, in a process: the longest of so many is what is usual
 ROOM_S = 30.0  # that ranks wait for room for a snapshot, at the most
 FACTOR = 1.5  # beyond what is usual, and
 BEYOND_S = 20.0  # so much more: with two questions five seconds apart, a hang is found within 30 s
+PATIENCE = 0.8  # of the time that a collective may take, for a rank alone to wait for rows of a storage that fails
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Usual:
     unknown_s: float  # for a phase that no worker has come through yet, unless the others took longer
     least_s: Mapping[Phase, float] = field(default_factory=dict)  # what a phase may take by timeouts of its own
     longest_s: dict[Phase, float] = field(default_factory=dict)
+    most_s: Mapping[Phase, float] = field(default_factory=dict)  # of these, whatever they took so far
 
     def learn(self, longest_s: Iterable[Sequence[float]]) -> None:
         """From all workers: of each the longest of its newest of each of PHASES; 0: none. What was long once is
@@ -50,4 +52,5 @@ class Usual:
         """
         known_s = self.longest_s.get(phase)
         usual_s = max(FACTOR * max(known_s or 0.0, others_s), self.least_s.get(phase, 0.0))
-        return max(usual_s + BEYOND_S, self.unknown_s if known_s is None else 0.0)
+        limit_s = max(usual_s + BEYOND_S, self.unknown_s if known_s is None else 0.0)
+        return min(limit_s, self.most_s.get(phase, limit_s))

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from regrow.config.schema import Backend, ParallelConfig, PretrainConfig
+from regrow.control.phases import PATIENCE
 from regrow.control.verification import Outcome, named
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
@@ -54,7 +55,6 @@ from regrow.train.step import TrainStep, go_on_from
 from regrow.train.validation import Validation
 
 STILL_AT_WORK_EVERY_S = 0.5  # that the other ranks hear so of the first one
-PATIENCE = 0.8  # of the time that a collective may take, for rows of a storage that fails
 Value = TypeVar("Value")
 
 
