@@ -26,7 +26,7 @@ from regrow.state.disk import format as disk_format
 from regrow.state.disk.catalog import survey
 from regrow.state.disk.format import COMMIT, DAMAGED
 from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.entries import Entry, training_entries
+from regrow.state.entries import Entry, Progress, training_entries
 from regrow.storage import LocalStorage, Storage
 from support.gloo import RankError, run_ranks
 from support.ragged import ragged_model
@@ -88,6 +88,28 @@ def test_float8_all_gather_weights_are_saved_in_high_precision_and_restored_bitw
     restored, _ = run_ranks(restore_on_ranks, 2, str(tmp_path), 1, False, True)[0]
     for name, tensor in saved.items():
         assert torch.equal(restored[name], tensor), name
+
+
+def keep_numbers(folder: str, numbers: list[int]) -> str:
+    """Each rank's callback its own; what saving says."""
+    entries, coordinates, _ = entries_after(1, seed=1)
+    scalars = Progress(2, 48, 96, {"n": numbers[dist.get_rank()]}).to_dict()
+    try:
+        store.save(Storage.at(folder), entries, scalars=scalars, run_id=RUN, generation=1, coordinates=coordinates)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_callbacks_keep_different_numbers_commit_no_checkpoint(tmp_path: Path) -> None:
+    """They write it themselves: no keeper compares nodes. Before, rank 0's was committed."""
+    said = run_ranks(keep_numbers, 3, str(tmp_path), [7, 7, 8])
+    where = f"checkpoint of step 2 at {tmp_path}/step-00000002 was not written"
+    differ = "train.callback's state of rank 2 is another than that of rank 0; it has to be a function of the rows"
+    assert said == [f"{where}: {differ}"] * 3
+    assert catalog.committed_steps(Storage.at(tmp_path)) == []
+    assert run_ranks(keep_numbers, 2, str(tmp_path), [7, 7]) == ["", ""]
+    assert Progress.of(catalog.open_checkpoint(Storage.at(tmp_path), 2).scalars).user == {"n": 7}
 
 
 def narrow_moments(folder: str, steps: int, seed: int) -> dict[str, torch.Tensor]:

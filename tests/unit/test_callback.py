@@ -158,13 +158,32 @@ def test_checkpoints_hold_it_and_so_do_those_that_are_made_of_them(tmp_path: Pat
         assert Progress.of(choose(*checkpoints_of(str(tmp_path / other)))[1].scalars) == progress
 
 
-def test_nodes_whose_states_differ_make_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_another_number_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks that take snapshots do."""
     numbers = itertools.count()
     monkeypatch.setattr(
         keepers, "scalars_of", lambda step: Progress(step, 12 * step, 0, {"n": next(numbers)}).to_dict()
     )
+
+
+def test_nodes_whose_states_differ_make_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_another_number_each(monkeypatch)
     with keepers.cluster(tmp_path / "memory", 2) as nodes:
         keepers.snapshot(nodes, 3, 2)
         with pytest.raises(CheckpointError, match="node node-1 holds another state than node-0"):
+            keepers.write_checkpoint(nodes, Storage.at(tmp_path / "checkpoints"), 3)
+    assert committed_steps(Storage.at(tmp_path / "checkpoints")) == []
+
+
+def test_ranks_of_one_node_whose_states_differ_make_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the first one's was written."""
+    keep_another_number_each(monkeypatch)
+    with keepers.cluster(tmp_path / "memory", 1) as nodes:
+        keepers.snapshot(nodes, 3, 2)
+        with pytest.raises(
+            CheckpointError, match=r"rank \d keeps other numbers of step 3 than rank \d: train.callback"
+        ):
             keepers.write_checkpoint(nodes, Storage.at(tmp_path / "checkpoints"), 3)
     assert committed_steps(Storage.at(tmp_path / "checkpoints")) == []

@@ -3,9 +3,12 @@
 A file name is never written twice, so that neither a zombie nor an earlier attempt can change what a COMMIT points to.
 """
 
+import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from regrow.state.disk.reading import Reader
 from regrow.state.disk.stacks import parts_of
 from regrow.state.disk.tensors import read_pieces
 from regrow.state.disk.upload import TOKEN_BYTES, write_index
-from regrow.state.entries import Entry, Progress, restored_progress
+from regrow.state.entries import USER, Entry, Progress, restored_progress
 from regrow.state.reshard import share
 from regrow.storage import Storage
 
@@ -45,8 +48,8 @@ def save(
     """Write and commit the checkpoint of one step. Collective over the default group (or alone, without one).
 
     Each element is written once: replicas share a shard's elements. `commit` performs the final act in place of a
-    plain write, so that it can be fenced. Raises CheckpointError on every rank if any rank failed, NotWrittenError
-    where it was storage; nothing is committed then.
+    plain write, so that it can be fenced. Raises CheckpointError on every rank if any rank failed, or a callback's
+    state is not the same on all, NotWrittenError where it was storage; nothing is committed then.
     """
     step = int(scalars["step"])
     target = folder / step_folder(step)
@@ -57,8 +60,16 @@ def save(
         written = file.to_plain() if file else None
     except Exception as error:  # every rank must hear of it
         written = _failed(f"checkpoint of step {step} at {target} was not written", error)
-    outcomes = gather(written)
+    told = gather((written, _user_digest(scalars)))
+    outcomes = [outcome for outcome, _ in told]
     problems = [outcome for outcome in outcomes if isinstance(outcome, CheckpointError)]
+    if others := [number for number, (_, digest) in enumerate(told) if digest != told[0][1]]:
+        problems.append(
+            CheckpointError(
+                f"checkpoint of step {step} at {target} was not written: train.callback's state of rank {others[0]} is "
+                "another than that of rank 0; it has to be a function of the rows"
+            )
+        )
     if problems:
         raise next((each for each in problems if not isinstance(each, NotWrittenError)), problems[0])
 
@@ -139,11 +150,13 @@ def restore_newest(
     run_id: str,
     global_batch_seqs: int,
     damaged: Callable[[int, str], None],
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Progress | None:
     """Fill the entries with the newest of these checkpoints that every rank can read; None where there is none.
 
     Collective, with the same `steps`, newest first, on all ranks; `replicas` as `share_parts` has it. `damaged` hears
-    of each that is passed over: its step, and what the first rank with a problem says of it.
+    of each that is passed over: its step, and what the first rank with a problem says of it. This rank reads, and waits
+    for no other one, `reading`.
     Raises ForeignCheckpointError where any rank finds one to be another run's, or of a version that it does not read;
     CheckpointError where none of them is sound, OSError where storage does not answer.
     """
@@ -151,8 +164,9 @@ def restore_newest(
     for step in steps:
         mine, is_foreign, index, progress = "", False, None, None
         try:
-            index = open_checkpoint(folder, step, run_id=run_id, with_files=False)
-            restore(folder, index, entries, coordinates)
+            with reading():
+                index = open_checkpoint(folder, step, run_id=run_id, with_files=False)
+                restore(folder, index, entries, coordinates)
             if len(index.tensors) != num_entries:
                 where = str(folder / step_folder(step))
                 raise CheckpointError(f"{where}: holds {len(index.tensors)} tensors, the model has {num_entries}")
@@ -198,6 +212,12 @@ def share_parts(entries: Sequence[Entry], coordinates: Coordinates, group: dist.
         dist.all_gather(all_parts, mine, group=group)
         for target, received in zip(parts, all_parts, strict=True):
             target.copy_(received[: len(target)])
+
+
+def _user_digest(scalars: Mapping[str, Scalar]) -> str:
+    """Of what a callback keeps, which is to be the same on all ranks."""
+    user = {key: value for key, value in scalars.items() if key.startswith(USER)}
+    return hashlib.sha256(json.dumps(user, sort_keys=True).encode()).hexdigest()
 
 
 def _write_file(

@@ -134,8 +134,8 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
     """What a keeper does: carry out an order from the files in its folder.
 
     Every byte is checked against the checksum it got when it was sealed, beside the writing: no file is complete before
-    all in it is. Raises CheckpointError where the folder does not hold the step whole, or bytes are damaged; storage's
-    errors are OSErrors.
+    all in it is. Raises CheckpointError where the folder does not hold the step whole, bytes are damaged, or ranks keep
+    different numbers; storage's errors are OSErrors.
     """
     mine = [each for each in held if each.moment == order.moment and each.is_of(order.origin, copy=order.copies)]
     if not mine or len(mine) != mine[0].writers:
@@ -157,7 +157,14 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
         outcomes = list(writers.map(write, range(len(mine)), mine))
     took_s = time.monotonic() - begun
-    header, stages = outcomes[0][1], {each.coordinates.along("pp")[0]: each for _, each, _ in outcomes}
+    header = outcomes[0][1]
+    for _, each, _ in outcomes:
+        if each.scalars != header.scalars:
+            raise CheckpointError(
+                f"rank {each.coordinates.rank} keeps other numbers of step {order.moment.step} than rank "
+                f"{header.coordinates.rank}: train.callback's state has to be a function of the rows"
+            )
+    stages = {each.coordinates.along("pp")[0]: each for _, each, _ in outcomes}
     tensors = {stage: {box.name: (box.dtype, box.shape) for box in each.boxes} for stage, each in stages.items()}
     digests = {
         stage: hashlib.sha256(json.dumps(sorted(of_stage.items())).encode()).hexdigest()
