@@ -42,7 +42,7 @@ from regrow.record.lock import lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.record.work import RATIOS
 from regrow.runtime import actor as module
-from regrow.runtime import driver, fleet, interrupts, log_writer, publisher, shell
+from regrow.runtime import calls, driver, fleet, interrupts, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator, start_coordinator
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
@@ -55,7 +55,7 @@ from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.held import Held
 from regrow.state.memory.slots import Committed
-from regrow.storage import LocalStorage, Storage, StorageUnreachable
+from regrow.storage import RETRY_DEADLINE_S, LocalStorage, Storage, StorageUnreachable
 from support.actors import Handle
 from support.spans import content_of
 from support.trainers import trainer_of
@@ -716,6 +716,12 @@ def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_the_next_one_is
         time.sleep(0.2)
         made.snapshots_sealed([SnapshotAck("node", Version(generation, 8), ())])
         until(lambda: [found["step"] for found in events_of(made, "checkpoint")] == [8])
+
+
+def test_the_log_is_waited_for_longer_than_its_storage_is_asked_again() -> None:
+    """Before, for 60 s: a store that failed for longer just at COMMIT cost the checkpoint, and in the end the log."""
+    assert min(shell.FLUSH_S, shell.CLOSE_S) > RETRY_DEADLINE_S + log_writer.RETRY_S
+    assert calls.COMMIT_TIMEOUT_S > shell.FLUSH_S + RETRY_DEADLINE_S
 
 
 def test_a_run_whose_storage_stays_away_ends_and_says_what_is_lost(

@@ -16,7 +16,7 @@ from regrow.data.preflight import Outlook
 from regrow.data.read.corpora import Corpora
 from regrow.data.read.manifest import Shard
 from regrow.errors import DataError, RegrowError
-from regrow.runtime import driver
+from regrow.runtime import driver, shell
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
 from support.corpus import write_corpus, write_rows
@@ -74,7 +74,7 @@ def test_a_coordinator_that_does_not_end_in_time_does_not_fail_a_job_that_is_don
 
     session.coordinator = Coordinator()
     assert "has not ended within" in session.close(4, "finished", "")
-    assert driver.END_S > 60
+    assert driver.END_S > shell.CLOSE_S + shell.DELETE_S
 
 
 def test_a_batch_larger_than_the_corpus_is_refused_before_there_is_a_run(

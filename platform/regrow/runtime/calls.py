@@ -21,11 +21,13 @@ from regrow.state.disk.packed import PackedFiles
 from regrow.state.disk.upload import IndexOrder, Joined, OrderForAll, Published, WriteOrder, Written
 from regrow.state.memory.holders import Holders, Holding
 from regrow.state.memory.slots import Committed
+from regrow.storage import RETRY_DEADLINE_S
 
 if TYPE_CHECKING:
     from regrow.runtime.keeper import KeeperInfo, Place
 
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
+COMMIT_TIMEOUT_S = CALL_TIMEOUT_S + 2 * RETRY_DEADLINE_S  # of one that waits for storage: for the log, then for COMMIT
 
 Value = TypeVar("Value")
 Death = tuple[str, int, str, str]  # of a process, by node and pid: the cause, and a sentence
@@ -234,7 +236,7 @@ class CoordinatorClient:
         return float(_wait(self.handle.now.remote()))
 
     def commit(self, step_folder: str, pointer: bytes) -> None:
-        _wait(self.handle.commit.remote(self.generation, step_folder, pointer))
+        _wait(self.handle.commit.remote(self.generation, step_folder, pointer), timeout_s=COMMIT_TIMEOUT_S)
 
     def row(self, row: Mapping[str, Any]) -> Any:
         """A reference to a `RowAnswer`."""
@@ -308,5 +310,5 @@ def _future(reference: Any) -> "Future[Any]":
     return cast("Future[Any]", reference.future())
 
 
-def _wait(reference: Any) -> Any:
-    return ray.get(reference, timeout=CALL_TIMEOUT_S)
+def _wait(reference: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    return ray.get(reference, timeout=timeout_s)

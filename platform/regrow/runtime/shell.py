@@ -27,15 +27,15 @@ from regrow.runtime.publisher import Publisher
 from regrow.runtime.writing import fetch
 from regrow.show.prometheus import RunMetrics
 from regrow.state.memory.held import is_whole
-from regrow.storage import Storage
+from regrow.storage import RETRY_DEADLINE_S, Storage
 
 TICK_S = 0.1
 STACKS = "stacks"  # folder, of what each worker did while a group stood still
 RANKS_EVERY_S = 30.0  # for the file of what ranks spend their time on
-FLUSH_S = 60.0  # for the log, before COMMIT
+FLUSH_S = RETRY_DEADLINE_S + 30.0  # for the log, before COMMIT: its store may fail for as long as that is asked again
 FORM_S = 0.5  # for a generation's number to be in the log, before a worker has to ask again for it
 KEEPERS_S = 5.0  # for all of its nodes' keepers to remember it instead; then one is enough
-CLOSE_S = 60.0  # for the log, in the end
+CLOSE_S = FLUSH_S  # for the log, in the end
 DELETE_S = 30.0  # for old checkpoints to be gone, in the end
 FLUSH_EVERY_S = 10.0  # shows whether storage is there, and whether the run is still ours
 MESSAGES = 1 << 32  # numbers for each coordinator's: its own are above those of all before it
