@@ -362,6 +362,7 @@ def train_without_a_flush(arguments: list[str]) -> None:
             ["checkpoint.every_minutes=30"],
             "checkpoint.every_minutes=30: without Ray checkpoints come by steps alone; leave it out, and set",
         ),
+        (["train.callback=nowhere:X"], "train.callback=nowhere:X: its import raised ModuleNotFoundError: No module"),
         (["train.stesp=3"], "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
         pytest.param(["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus", marks=pytest.mark.long),
         pytest.param(

@@ -11,13 +11,14 @@ import pytest
 
 from regrow.config.schema import PretrainConfig, TrainConfig
 from regrow.data.read.corpora import Corpora
-from regrow.errors import DataError, ResumeError
+from regrow.errors import ConfigError, DataError, ResumeError
 from regrow.record.run_folder import RUN_FILE, write_record
 from regrow.runtime import ready
 from regrow.runtime.memory_tier import NO_ROOM_S, ROOM_S, may_wait
 from regrow.runtime.ready import check_here
 from regrow.storage import Storage
 from support.corpus import write_rows
+from support.counted import Counted
 
 HOST = socket.gethostname()
 
@@ -61,6 +62,29 @@ def test_a_host_that_does_not_see_the_runs_folder_does_not_take_it_for_a_new_run
     (tmp_path / "run" / RUN_FILE).mkdir()
     with pytest.raises(ResumeError, match=rf"cannot be read on {HOST}: .*Is a directory"):
         check_here(job)
+
+
+def test_a_host_without_the_module_of_a_callback_says_so_before_it_joins(
+    job: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, a newcomer said so in the group, which had stopped for it."""
+    job.config.train.callback = "nowhere:X"
+    with pytest.raises(ConfigError, match=rf"on {HOST}: train.callback=nowhere:X: .*No module named 'nowhere'; name a"):
+        check_here(job)
+    assert "Traceback" not in capsys.readouterr().err
+    job.config.train.callback = "support.counted:Other"
+    with pytest.raises(
+        ConfigError, match=rf"on {HOST}: train.callback=\S+: support.counted has no class 'Other'; name"
+    ):
+        check_here(job)
+
+
+def test_a_callback_is_looked_up_before_a_process_joins_and_not_made(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(Counted, "__init__", made.append)
+    job.config.train.callback = "support.counted:Counted"
+    check_here(job)
+    assert made == []
 
 
 @pytest.fixture

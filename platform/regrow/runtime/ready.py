@@ -6,17 +6,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from regrow.errors import DataError, RegrowError, ResumeError, UnavailableError, first_line
+from regrow.errors import ConfigError, DataError, RegrowError, ResumeError, UnavailableError, first_line
 from regrow.record.run_folder import RUN_FILE, read_record
 from regrow.runtime.job import Job
 from regrow.storage import Storage, may_pass
+from regrow.train.callback import look_up
 
 STORAGE_S = 120.0  # for storage that fails: it may fail everywhere, and then this host is not the one to leave alone
 RETRY_S = 1.0
 
 
 def check_here(job: Job, on_wait: Callable[[str], None] = lambda problem: None) -> None:
-    """Raises RegrowError, naming this host, where the corpus or the run's folder cannot be read here.
+    """Raises RegrowError, naming this host, where the corpus or the run's folder cannot be read here, or the module
+    of `train.callback` cannot be imported.
 
     What fails and may pass is tried again for STORAGE_S, for `data.storage_timeout_s` where that is less; `on_wait` is
     told of it once.
@@ -42,6 +44,11 @@ def _may_pass(error: RegrowError) -> bool:
 
 def _check(job: Job) -> None:
     host, config = socket.gethostname(), job.config
+    if config.train.callback is not None:
+        try:
+            look_up(config.train.callback)
+        except ConfigError as error:
+            raise ConfigError(f"on {host}: {error}") from error
     for split in ("train", *(["validation"] if config.train.validate_every_steps else [])):
         try:
             reader = job.corpora.reader(split)

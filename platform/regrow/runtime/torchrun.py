@@ -49,7 +49,7 @@ from regrow.state.collective import from_rank_0, gather, on_first_rank, rank
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
 from regrow.state.entries import Progress, training_entries
-from regrow.train.callback import Called
+from regrow.train.callback import Called, look_up
 from regrow.train.metrics import NotFinite
 from regrow.train.step import TrainStep, go_on_from
 from regrow.train.validation import Validation
@@ -195,12 +195,25 @@ def _corpora_of_all(config: PretrainConfig, console: Console) -> Corpora:
     return corpora
 
 
+def _look_up_on_all(callback: str | None) -> None:
+    """Collective; raises ConfigError on all ranks, also where one host has no such class."""
+    problem: ConfigError | None = None
+    try:
+        if callback is not None:
+            look_up(callback)
+    except ConfigError as error:
+        problem = ConfigError(f"on {socket.gethostname()}: {error}")
+    if found := next((each for each in gather(problem) if each is not None), None):
+        raise found
+
+
 class TorchrunRun:
     """A run's folder, held open by the first rank; the loop's hooks, on every rank."""
 
     def __init__(self, config: PretrainConfig, console: Console) -> None:
         """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
         self.config, self.console, self.rank = config, console, rank()
+        _look_up_on_all(config.train.callback)
         self.corpora = _corpora_of_all(config, console)
         self._lock: TextIO | None = None  # the first rank's, as what follows
         self._claim: Claim | None = None

@@ -64,25 +64,40 @@ class Called:
         self._values.clear()
         self._values.update(state)
 
-    def _made(self, name: str) -> Callback:
-        with self._in("its import", fix=NAMES):
-            module, _, kind = name.partition(":")
-            found = getattr(importlib.import_module(module), kind)
-        with self._in("its constructor", fix=NAMES):
-            made: Callback = found()
-        return made
+    def _in(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return _within(self._name or "", what, is_over=self._is_over)
 
-    @contextlib.contextmanager
-    def _in(self, what: str, *, fix: str = "") -> Iterator[None]:
-        """In the user's code: what it raises is the run's trouble or this rank's, in one line; the rest is logged."""
-        try:
-            yield
-        except (Exception, SystemExit) as error:
-            if (self._is_over is not None and self._is_over()) or _is_of_a_collective(error):
-                raise
+    def _made(self, name: str) -> Callback:
+        kind = look_up(name, is_over=self._is_over)
+        with _within(name, "its constructor", is_over=self._is_over, fix=NAMES):
+            return kind()
+
+
+def look_up(name: str, *, is_over: Callable[[], bool] | None = None) -> Callable[[], Callback]:
+    """The class that `train.callback` names; its module is imported. Raises ConfigError for a name that leads nowhere,
+    and as `Called` does."""
+    module, _, kind = name.partition(":")
+    with _within(name, "its import", is_over=is_over, fix=NAMES):
+        imported = importlib.import_module(module)
+    found: Callable[[], Callback] | None = getattr(imported, kind, None)
+    if found is None:
+        raise ConfigError(f"train.callback={name}: {module} has no class {kind!r}{NAMES}")
+    return found
+
+
+@contextlib.contextmanager
+def _within(name: str, what: str, *, is_over: Callable[[], bool] | None, fix: str = "") -> Iterator[None]:
+    """In the user's code: what it raises is the run's trouble or this rank's, in one line; the rest is logged."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if (is_over is not None and is_over()) or _is_of_a_collective(error):
+            raise
+        module = name.partition(":")[0]
+        if not (isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")):  # not found
             traceback.print_exception(error)
-            said = f"{type(error).__name__}: {first_line(error)}"
-            raise ConfigError(f"train.callback={self._name}: {what} raised {said}{fix}") from None
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"train.callback={name}: {what} raised {said}{fix}") from None
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
