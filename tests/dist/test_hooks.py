@@ -141,15 +141,20 @@ class Memory:
     """A tier that holds one step, and is asked for what is at least as new as storage."""
 
     def __init__(self, step: int) -> None:
-        self.step = step
+        self.step, self.phases = step, list[Phase]()
+
+    def phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        self.phases.append(phase)
+        return contextlib.nullcontext()
 
     def restore(self, entries: list[Entry], place: Coordinates, *, at_least: int) -> Progress | None:
         return Progress(self.step, 0, 0) if self.step >= at_least else None
 
 
-def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
+def restored_after_damage(storage: Path) -> tuple[list[tuple[int, str]], list[Phase]]:
     """Checkpoints of steps 30 and 60, of which the newer one is damaged: what a first group begins with, which has
-    nothing in memory; a second one, which has step 48 there; and one after 60 was passed and written again."""
+    nothing in memory; a second one, which has step 48 there; and one after 60 was passed and written again. What the
+    last group's pulse said that its rank did."""
     restore_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
     mesh = build_mesh(plan_mesh(1, 1), "cpu")
     model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"), seed=0)
@@ -189,13 +194,15 @@ def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
         progress, source = restore_module.restore(job, 2, step, entries, mesh, coordinates_of(mesh), cast(Any, memory))
         begun.append((progress.step, source))
         stored = min(stored, progress.step)
-    progress, source = restore_module.restore(job, 2, step, entries, mesh, coordinates_of(mesh), cast(Any, Memory(59)))
-    return [*begun, (progress.step, source)]
+    memory = Memory(59)
+    progress, source = restore_module.restore(job, 2, step, entries, mesh, coordinates_of(mesh), cast(Any, memory))
+    return [*begun, (progress.step, source)], memory.phases
 
 
 def test_a_damaged_checkpoint_that_is_newer_than_the_run_does_not_keep_it_from_its_memory(tmp_path: Path) -> None:
-    (begun,) = run_ranks(restored_after_damage, 1, tmp_path)
+    ((begun, phases),) = run_ranks(restored_after_damage, 1, tmp_path)
     assert begun == [(30, "checkpoint"), (48, "snapshot"), (61, "snapshot"), (60, "checkpoint")]
+    assert phases == [Phase.restore] * 2  # which there are, and the one
 
 
 def restored_after_a_corruption(storage: Path, verify_every_steps: int) -> list[Any]:

@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -235,7 +235,10 @@ def test_a_group_has_its_state_from_memory_while_storage_hangs_where_its_first_r
         checkpoints=str(mounted.folder / "checkpoints"),
         config=PretrainConfig(),
     )
-    memory = SimpleNamespace(restore=lambda entries, place, at_least: Progress(7) if at_least == 0 else None)
+    memory = SimpleNamespace(
+        restore=lambda entries, place, at_least: Progress(7) if at_least == 0 else None,
+        phase=lambda phase: nullcontext(),
+    )
     found: Future[Any] = Future()
 
     def restore_alone() -> None:

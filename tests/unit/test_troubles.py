@@ -1,6 +1,7 @@
 """Whose trouble it is: what all ranks have ends the run, what one has costs that one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from regrow.control import events as e
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.past import Past
+from regrow.control.phases import Phase
 from regrow.control.states import Answer, GivenUp, Training
 from regrow.control.troubles import LEAST_FIRST_STEP_S, OTHERS_S
 from regrow.errors import DataError
@@ -40,20 +42,29 @@ def messages(told: Told) -> list[str]:
     return [command.message for command in told.of(c.GiveUp)]
 
 
-def wait(told: Told, seconds: float) -> None:
-    """With the ticks that a coordinator has, and keepers that answer: every process runs."""
-    pids = {node: pid for pid, node in ((each.pid, each.node) for each in (A, B, NEW))}
+def wait(told: Told, seconds: float, pulses: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """With the ticks that a coordinator has, and keepers that answer: every process runs. `pulses`: fields, by node."""
+    pids = {each.node: each.pid for each in (A, B, NEW, FIT)}
     for _ in range(int(seconds / 0.5)):
         told.now += 0.5
         told()
         for command in told.of(c.Ask):
             for node in command.nodes:
-                alive = [Pulse(pids[node], told.control.generation, 0, 0.0, 0.0, "S")]
-                told(e.Answered(command.number, node, "" if command.question is c.Question.STACKS else alive))
+                alive = Pulse(pids[node], told.control.generation, 0, 0.0, 0.0, "S", asked=command.number)
+                alive = replace(alive, **(pulses or {}).get(node, {}))
+                told(e.Answered(command.number, node, "" if command.question is c.Question.STACKS else [alive]))
         told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
 
 
-A, B, NEW = one(1, "a"), one(2, "b"), one(3, "new")
+def wait_for_an_end(told: Told, pulses: Mapping[str, Mapping[str, Any]]) -> float:
+    """How long it took until a process was to be ended, or 300 s."""
+    began = told.now
+    while not told.of(c.Kill) and told.now < began + 300.0:
+        wait(told, 0.5, pulses)
+    return told.now - began
+
+
+A, B, NEW, FIT = one(1, "a"), one(2, "b"), one(3, "new"), one(4, "fit")
 
 
 def test_what_a_newcomer_finds_before_it_joins_costs_the_others_nothing() -> None:
@@ -395,30 +406,85 @@ def test_a_newcomer_that_hangs_before_its_first_step_is_dropped_long_before_a_co
         assert (failure["cause"], failure["ranks"]) == (Cause.worker_hung, [2])
 
 
-def test_of_several_newcomers_the_one_that_is_in_no_collective_is_dropped_alone() -> None:
-    """Keepers say who it is, from half of the time on."""
-    told = Told()
+WAITS = {"collectives": 7, "waits": True}
+READS = {"phase": Phase.restore}
+
+
+def with_two_newcomers(told: Told | None = None) -> Told:
+    """A group of four that forms."""
+    told = told or Told()
     training(told, A, B)
-    fit = one(4, "fit")
-    told.form(A, B, NEW, fit)
+    told.form(A, B, NEW, FIT)
     for node in ("new", "fit"):
         told(e.KeeperUp(node, node, (node, 1)))
     told.clear()
-    pids, asked = {"a": 1, "b": 2, "new": 3, "fit": 4}, 0
-    while not told.of(c.Kill) and told.now < 1200.0:
-        told.now += 0.5
-        told()
-        for command in told.of(c.Ask):
-            asked += 1
-            for node in command.nodes:
-                waits = node != "new"
-                pulse = Pulse(pids[node], 2, 0, 0.0, 0.0, "S", asked=asked, collectives=7, waits=waits)
-                told(e.Answered(command.number, node, "" if command.question is c.Question.STACKS else [pulse]))
-        told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
+    return told
+
+
+def test_of_several_newcomers_the_one_that_is_in_no_collective_is_dropped_alone() -> None:
+    """Keepers say who it is, from half of the time on."""
+    told = with_two_newcomers()
+    assert wait_for_an_end(told, dict.fromkeys(["a", "b", "fit"], WAITS)) < LEAST_FIRST_STEP_S
     assert told.of(c.Kill) == [c.Kill("new", 3)]
-    assert told.now - 1000.0 < LEAST_FIRST_STEP_S
     (failure,) = told.records("failure")
     assert "is not in the collective that others wait in" in failure["detail"]
+
+
+def test_a_group_that_reads_a_checkpoint_for_long_keeps_its_newcomers_and_has_all_of_their_time_then() -> None:
+    told = with_two_newcomers()
+    wait(told, 300.0, dict.fromkeys(["a", "b", "new", "fit"], READS))
+    wait(told, LEAST_FIRST_STEP_S - 2.0)
+    assert told.of(c.Kill) == []
+    told.begin(["a", "b", "new", "fit"], 1)
+    wait(told, LEAST_FIRST_STEP_S - 1.0)
+    assert told.of(c.Kill) == []
+    wait(told, 2.0)
+    assert told.of(c.Kill) == [c.Kill("new", 3), c.Kill("fit", 4)]
+
+
+def test_a_newcomer_that_hangs_after_a_checkpoint_was_read_is_found_as_soon_as_one_before() -> None:
+    told = with_two_newcomers()
+    wait(told, 300.0, dict.fromkeys(["a", "b", "new", "fit"], READS))
+    assert wait_for_an_end(told, dict.fromkeys(["a", "b", "fit"], WAITS)) < LEAST_FIRST_STEP_S
+    assert told.of(c.Kill) == [c.Kill("new", 3)]
+
+
+def test_steps_that_take_long_keep_no_reading_rank_from_being_seen() -> None:
+    told = Told()
+    told.form(A, B)
+    told.begin("ab")
+    for step in (1, 2):
+        told.row(step, step_s=300.0)
+    told.form(A, B, NEW)
+    told.clear()
+    wait(told, 200.0, dict.fromkeys(["a", "b", "new"], READS))
+    assert told.of(c.Kill) == []
+    wait(told, LEAST_FIRST_STEP_S + 1.0)
+    assert told.of(c.Kill) == [c.Kill("new", 3)]
+
+
+def test_where_no_keeper_says_whether_ranks_read_a_checkpoint_they_may() -> None:
+    told = Told()
+    told.form(A, B)
+    told(e.Began(1, 0, ("a", "b"), {"workers": [{"node": "a"}, {"node": "b"}]}))
+    told.row(1)
+    told.form(A, B, NEW)
+    told.clear()
+    wait(told, 300.0)
+    assert told.of(c.Kill) == []
+
+
+@pytest.mark.parametrize("late", ["a", "new"])
+def test_who_still_reads_its_part_of_a_checkpoint_while_the_others_wait_is_no_suspect(late: str) -> None:
+    told = with_two_newcomers()
+    wait(told, 300.0, dict.fromkeys(["a", "b", "new", "fit"], WAITS) | {late: READS})
+    assert told.of(c.Kill) == []
+
+
+def test_a_rank_that_has_trained_is_not_taken_for_a_newcomer_that_hangs_while_a_group_forms() -> None:
+    told = with_two_newcomers()
+    wait(told, LEAST_FIRST_STEP_S - 1.0, dict.fromkeys(["b", "new", "fit"], WAITS))
+    assert told.of(c.Kill) == []
 
 
 def test_first_steps_that_take_long_anyway_give_newcomers_as_much_time() -> None:

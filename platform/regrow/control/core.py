@@ -405,6 +405,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     exclusions.corrupt.update(past.corrupt)
     exclusions.asked.update(past.drained)
     nodes = NodeFailures(exclusions, membership, out)
+    first_steps = FirstSteps(config.train.collective_timeout_s, past.failed_groups, past.logged)
     return Group(
         membership,
         nodes,
@@ -416,13 +417,14 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
             probe_every_steps=cluster.probe_every_steps,
             on_gpus=cluster.gpus_per_worker > 0,
             topologies=table,
+            first_steps=first_steps,
         ),
         snapshots.keepers,
         out,
         in_place=cluster.in_place,
         too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
-        first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups, past.logged),
+        first_steps=first_steps,
         arrivals=Arrivals(membership, nodes, out, began=now),
         told_spares=past.spares,
     )

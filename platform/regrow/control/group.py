@@ -171,7 +171,6 @@ class Group(Losses):
         self.formation = formation
         self.too_few.formed()
         self.enter(Forming(formation.generation), now)
-        self.health.stalls.first_step_s = self.first_steps.patience_s / 2 if self.first_steps.new else 0.0
         self.out.append(Form(formation.generation, formation.members))
         if apart := membership.without_unit:
             nodes = ", ".join(dict.fromkeys(member.node[:12] for member in apart))
@@ -191,6 +190,7 @@ class Group(Losses):
     def train(self, now: float) -> None:
         """It is ready."""
         self.cause = Cause.worker_failed  # until something else is known of this generation
+        self.first_steps.began(now)
         self.enter(Training(self.generation), now)
 
     def take_up(self, state: GroupState, lost: tuple[int, ...] | None, lost_at: float, now: float) -> None:

@@ -21,6 +21,7 @@ from regrow.control.phases import BEYOND_S, Phase, Usual
 from regrow.control.silent import DARK_S, SilentKeepers
 from regrow.control.slow import READ_PER_S, READ_S, Spent, Worker
 from regrow.control.suspects import Suspects
+from regrow.control.troubles import FirstSteps
 from regrow.control.values import NOTHING, GpuReading
 from regrow.plan.topology import Table
 from regrow.record.events import Cause
@@ -30,6 +31,7 @@ STOPPED_S = 0.7  # silent and stopped by a signal
 STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where each rank is
 WINDOW = 50  # steps that the median is of
 ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
+NEWCOMERS_SHARE = 0.5  # of the patience with a group that forms, to look which of its newcomers is to blame
 WHERE_AGAIN_S = 5.0  # between questions where each rank is: one that gets on has begun a collective meanwhile
 LOOK_S = 1.5  # for keepers to say where each rank is
 KNOCK_S = 30.0  # after a connection has ended: a kernel closes a killed process' files once it has its memory back
@@ -72,7 +74,6 @@ class Stalls:
     stuck_s: float  # for a phase of which nothing is known; 0: no rank is looked for that keeps the others waiting
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     forming: bool = False  # the group does not train yet
-    first_step_s: float = 0.0  # for a group with newcomers to form, to look which of them is to blame; 0: it has none
     _since: float | None = None  # the last progress; None: there is no group
     _looked: bool = False  # in this stall
     _is_over: bool = False  # no process is looked at any more
@@ -103,8 +104,11 @@ class Stalls:
 
     @property
     def patience_s(self) -> float:
-        """Without a step for so long, the group stands still."""
-        return STEPS * self.step_s + SECONDS if self._step_s else self.silence_s
+        """Without a step for so long, the group stands still; how long steps take says little of one that forms."""
+        if not self._step_s:
+            return self.silence_s
+        steps_s = STEPS * self.step_s + SECONDS
+        return min(steps_s, BEYOND_S) if self.forming else steps_s
 
     def stalled_s(self, now: float) -> float:
         """For how long the group has stood still; 0 while it does not."""
@@ -120,9 +124,8 @@ class Stalls:
         return True
 
     def stuck(self, now: float) -> bool:
-        """Whether it takes so long that a rank that runs may hang. No phase is given up before."""
-        limit_s = self.first_step_s if self.forming else BEYOND_S
-        return self.stuck_s > 0 and limit_s > 0 and self.stalled_s(now) > limit_s
+        """Whether a step takes so long that a rank that runs may hang. No phase is given up before."""
+        return self.stuck_s > 0 and not self.forming and self.stalled_s(now) > BEYOND_S
 
     def hung(self, pulses: Sequence[Pulse]) -> list[Pulse]:
         """The processes that keep the others waiting."""
@@ -206,10 +209,11 @@ class Health:
         probe_every_steps: int = 0,
         on_gpus: bool = False,
         topologies: Table | None = None,
+        first_steps: FirstSteps | None = None,
     ) -> None:
         """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases, by
-        `topologies` some ranks have more to do than others."""
-        self._silent = silent
+        `topologies` some ranks have more to do than others. `first_steps` hears while ranks read a checkpoint."""
+        self._silent, self._first_steps = silent, first_steps or FirstSteps(stalls.timeout_s)
         self.stalls, self._probe_every_steps, self._on_gpus = stalls, probe_every_steps, on_gpus
         self._topologies = topologies or {}
         self.usual = usual or Usual(stalls.stuck_s)
@@ -291,7 +295,9 @@ class Health:
         """
         if self._to_ask:
             self._out.append(self._to_ask.popleft())
-        if not nodes or not self.stalls.stalled_s(now):
+        stands_still = self.stalls.stalled_s(now) > 0
+        self._first_steps.is_watched = stands_still and bool(nodes)
+        if not nodes or not stands_still:
             self._pulses, self._stacks, self._suspects = None, None, []
             self._where.clear()
             self._gone_since.clear()
@@ -302,7 +308,7 @@ class Health:
             self._begin_look(now, nodes)
             return []
         if self._pulses is None and now > self._ask_at:
-            stuck = self.stalls.stuck(now)
+            stuck = self.stalls.stuck(now) or self._newcomers_may_hang(now)
             self._pulses = self._ask(Question.POSITIONS if stuck else Question.HEARTBEATS, nodes, now)
         if self._pulses is not None:
             self._suspects = self._found(self._pulses, now, list(members))
@@ -310,6 +316,10 @@ class Health:
                 self._pulses = None
                 self._begin_look(now, nodes)
         return []
+
+    def _newcomers_may_hang(self, now: float) -> bool:
+        forming = self.stalls.forming and self.stalls.stuck_s > 0
+        return forming and bool(self._first_steps.overdue(now, NEWCOMERS_SHARE))
 
     def _ask(self, question: Question, nodes: Sequence[str], now: float, *, at_once: int = 0) -> _Asked:
         """`at_once`: so many of them, and the others bit by bit; 0: all."""
@@ -324,6 +334,9 @@ class Health:
         new = list(islice(asked.answers.items(), asked.looked_at, None))  # every tick comes here while one is out
         asked.looked_at = len(asked.answers)
         asked.hung |= {(node, pulse.pid): pulse for node, answer in new for pulse in self.stalls.hung(answer or [])}
+        reading = {(node, each.pid) for node, answer in new for each in answer or [] if each.phase is Phase.restore}
+        if reading and any((member.node, member.pid) in reading for member in members):
+            self._first_steps.reads(now)
         suspects = []
         for member in members if asked.hung else ():
             pulse = asked.hung.get((member.node, member.pid))
@@ -367,8 +380,7 @@ class Health:
         self.usual.learn(pulse.longest_s for pulse in self._where.values())
         suspects = []
         behind = left_behind(before, self._where)
-        # what ranks do while they form differs: there the time that newcomers have decides
-        for worker in behind if self.stalls.forming else hanging(behind, self._where, self.usual):
+        for worker in self._new(behind, found) if self.stalls.forming else hanging(behind, self._where, self.usual):
             pulse = self._where[worker]
             usual_s = self.usual.longest_s.get(pulse.phase)
             known = f"{usual_s:.1f} s is the longest so far" if usual_s else "how long that takes was not known"
@@ -378,6 +390,11 @@ class Health:
             )
             suspects.append(Suspect(found[worker], False, detail, pulse.phase))
         return suspects
+
+    def _new(self, behind: Iterable[Worker], members: Mapping[Worker, Member]) -> list[Worker]:
+        """What ranks do while they form differs: the time that newcomers have decides, reading apart."""
+        new = [worker for worker in behind if members[worker].id in self._first_steps.new]
+        return [worker for worker in new if self._where[worker].phase is not Phase.restore]
 
     def _finish_check_up(self, asked: _Asked, now: float) -> None:
         self._check_up = None

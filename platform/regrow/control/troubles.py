@@ -9,7 +9,8 @@ from regrow.control.membership import Membership
 from regrow.record.events import Cause
 
 OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an error too, or to come again
-LEAST_FIRST_STEP_S, FIRST_STEPS = 60.0, 4.0  # a group with newcomers may take so long, or so many times the longest
+LEAST_FIRST_STEP_S, FIRST_STEPS = 60.0, 4.0  # a group with newcomers may form so long, or so many times the longest,
+# reading a checkpoint apart, and as long take for its first step
 MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 LOSSES = (Cause.worker_died, Cause.worker_hung, Cause.node_silent)  # which hosts cause, too: three count as one error
 ERROR, LOSS = 3, 1
@@ -69,11 +70,14 @@ class FirstSteps:
     error: str = ""  # of the newest group's ranks the first that had one; empty: none has, or it is known why
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
+    is_watched: bool = False  # keepers of the newest group are asked what its ranks do
     _members: frozenset[str] = frozenset()  # of the newest group
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
     _counts: int = 0  # how much it does, unless it does a step
-    _since: float | None = None  # when it was formed; None: it has done a step, or there is none
-    _longest_s: float | None = None  # that a group took to its first step
+    _since: float | None = None  # when it was last seen to get on; None: it has done a step, or there is none
+    _trains: bool = False  # it does its first step, else it forms
+    _took_s: float = 0.0  # the longest that it did not get on, in what it does
+    _longest_s: dict[bool, float] = field(default_factory=dict)  # the same of all groups, by `_trains`
     _not_formed: int = 0  # in a row: all processes ended by an error before a group was formed of them
 
     def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
@@ -85,8 +89,23 @@ class FirstSteps:
         self.failed += self._counts
         self._not_formed = 0
         self.new = members - self.proven if members & self.proven else frozenset()
-        self._members, self._held_back, self._since = members, held_back - members, now
+        self._members, self._held_back = members, held_back - members
+        self._since, self._trains, self._took_s, self.is_watched = now, False, 0.0, False
         return self.failed <= MAX_FAILED_GENERATIONS * ERROR
+
+    def reads(self, now: float) -> None:
+        """A rank of the newest group reads a checkpoint."""
+        if self._since is not None and not self._trains:
+            self._took_s, self._since = max(self._took_s, now - self._since), now
+
+    def began(self, now: float) -> None:
+        """The newest group trains: its first step."""
+        if self._since is not None:
+            self._learn(now - self._since)
+            self._since, self._trains, self._took_s = now, True, 0.0
+
+    def _learn(self, newest_s: float) -> None:
+        self._longest_s[self._trains] = max(self._longest_s.get(self._trains, 0.0), self._took_s, newest_s)
 
     def not_formed(self, cause: str) -> bool:
         """All processes have ended, and no group was formed of them; whether errors did that too often in a row."""
@@ -105,7 +124,8 @@ class FirstSteps:
         self.trained, self._counts = max(step, self.trained), 0
         if self._since is None:
             return frozenset()
-        self._longest_s, self._since = max(self._longest_s or 0.0, now - self._since), None
+        self._learn(now - self._since)
+        self._since = None
         without, self._held_back = self._held_back, frozenset()
         self.proven, self.new = self._members, frozenset()
         return without
@@ -118,12 +138,12 @@ class FirstSteps:
 
     @property
     def patience_s(self) -> float:
-        """For the first step of a group with newcomers, which have compiled before they joined."""
-        if self._longest_s is None:
+        """With a group of newcomers that forms, reading apart; then with its first step: they have compiled before."""
+        if self._trains not in self._longest_s or not (self._trains or self.is_watched):
             return self.timeout_s
-        return min(self.timeout_s, max(LEAST_FIRST_STEP_S, FIRST_STEPS * self._longest_s))
+        return min(self.timeout_s, max(LEAST_FIRST_STEP_S, FIRST_STEPS * self._longest_s[self._trains]))
 
-    def overdue(self, now: float) -> frozenset[str]:
-        """Newcomers with which a group does not come to its first step."""
-        late = self._since is not None and now - self._since > self.patience_s
+    def overdue(self, now: float, share: float = 1.0) -> frozenset[str]:
+        """Newcomers with which a group has not got on within a share of the patience with it."""
+        late = self._since is not None and now - self._since > share * self.patience_s
         return self.new if late else frozenset()

@@ -1,6 +1,7 @@
 """What a generation starts from: a step built for it, filled from the nodes' memory, from storage, or from the seed."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import ParallelConfig, PretrainConfig
+from regrow.control.phases import Phase
 from regrow.control.values import NOTHING
 from regrow.model.linears import recipe_after
 from regrow.model.llama import Llama, init_weights
@@ -132,13 +134,19 @@ def restore(
     Raises CheckpointError if all checkpoints are damaged, or one is another run's or of a version not read here; and
     where of those that may be restored, after a corruption was found, none is there any more.
     """
+    reading = partial(memory.phase, Phase.restore) if memory is not None else nullcontext
     folder, limit = Storage.at(job.checkpoints), _trusted(job)
     stored = _newest_stored(job, limit)
     if memory is not None:
         restored = memory.restore(entries, place, at_least=max(0, stored))
         if restored is not None:
             return restored, "snapshot"
-    found = Checkpoints(*on_first_rank_or_each(lambda: tuple(Checkpoints.look(folder))))
+
+    def look() -> tuple[list[int], ...]:
+        with reading():
+            return tuple(Checkpoints.look(folder))
+
+    found = Checkpoints(*on_first_rank_or_each(look))
     may_be_restored = up_to(limit, found, stored, folder)
 
     def damaged(step: int, detail: str) -> None:
@@ -155,6 +163,7 @@ def restore(
         run_id=job.run_id,
         global_batch_seqs=job.config.optim.global_batch_seqs,
         damaged=damaged,
+        reading=reading,
     )
     if restored is not None:
         return restored, "checkpoint"
