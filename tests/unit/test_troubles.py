@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.config.schema import ClusterConfig, PretrainConfig
+from regrow.config.schema import ClusterConfig, ParallelConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.past import Past
-from regrow.control.phases import Phase
+from regrow.control.phases import PHASES, Phase
 from regrow.control.states import Answer, GivenUp, Training
 from regrow.control.troubles import LEAST_FIRST_STEP_S, OTHERS_S
 from regrow.errors import DataError
@@ -485,6 +485,23 @@ def test_a_rank_that_has_trained_is_not_taken_for_a_newcomer_that_hangs_while_a_
     told = with_two_newcomers()
     wait(told, LEAST_FIRST_STEP_S - 1.0, dict.fromkeys(["b", "new", "fit"], WAITS))
     assert told.of(c.Kill) == []
+
+
+def test_a_newcomer_that_compiles_in_its_first_step_has_the_time_of_a_phase_that_is_not_known() -> None:
+    """With parallel.cp above 1 the warm-up does not compile; survivors' first steps took 8 s, and say nothing of it."""
+    told = with_two_newcomers(Told(parallel=ParallelConfig(cp=2, compile=True), stuck_s=180.0))
+    told.begin(["a", "b", "new", "fit"], 1)
+    longest_s = tuple(8.0 if each is Phase.first_step else 0.0 for each in PHASES)
+    for second in range(300):
+        in_it = {"phase": Phase.first_step, "phase_s": float(second)}
+        waits = in_it | WAITS | {"waits_s": second - 1.0, "longest_s": longest_s}
+        wait(told, 1.0, {"a": waits, "b": waits, "fit": waits, "new": in_it})
+        if told.of(c.Kill):
+            break
+    assert told.of(c.Kill) == [c.Kill("new", 3)]
+    assert 180.0 < second < 200.0
+    (failure,) = told.records("failure")
+    assert "in first_step for" in failure["detail"]
 
 
 def test_first_steps_that_take_long_anyway_give_newcomers_as_much_time() -> None:

@@ -405,12 +405,14 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     exclusions.corrupt.update(past.corrupt)
     exclusions.asked.update(past.drained)
     nodes = NodeFailures(exclusions, membership, out)
-    first_steps = FirstSteps(config.train.collective_timeout_s, past.failed_groups, past.logged)
+    compiles = config.parallel.compile and (config.parallel.tp > 1 or config.parallel.cp > 1)
+    timeout_s = config.train.collective_timeout_s
+    first_steps = FirstSteps(timeout_s, past.failed_groups, past.logged, compiles=compiles)
     return Group(
         membership,
         nodes,
         Health(
-            Stalls(cluster.silence_s, config.train.collective_timeout_s, cluster.stuck_s),
+            Stalls(cluster.silence_s, timeout_s, cluster.stuck_s),
             out,
             snapshots.silent,
             usual=_usual(config),

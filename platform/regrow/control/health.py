@@ -8,7 +8,7 @@ begins none, is the one they wait for. It hangs once what it does takes far long
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
@@ -154,14 +154,21 @@ def left_behind(before: Mapping[Worker, Pulse], now: Mapping[Worker, Pulse]) -> 
     return found if 2 * len(found) <= len(now) and any(pulse.waits for pulse in now.values()) else []
 
 
-def hanging(found: Iterable[Worker], now: Mapping[Worker, Pulse], usual: Usual) -> list[Worker]:
-    """Those left behind whose phase takes far longer than is usual, and than it took the others to come to a wait."""
+def hanging(
+    found: Iterable[Worker], now: Mapping[Worker, Pulse], usual: Usual, compiling: Collection[Worker] = ()
+) -> list[Worker]:
+    """Those left behind whose phase takes far longer than is usual, and than it took the others to come to a wait.
+
+    What the first steps of others took says nothing of those that compile in theirs.
+    """
     waits_s = median([pulse.waits_s for pulse in now.values() if pulse.waits] or [0.0])
-    return [
-        worker
-        for worker in found
-        if now[worker].phase_s > usual.limit_s(now[worker].phase, max(0.0, now[worker].phase_s - waits_s))
-    ]
+
+    def limit_s(worker: Worker) -> float:
+        phase, phase_s = now[worker].phase, now[worker].phase_s
+        compiles = phase is Phase.first_step and worker in compiling
+        return max(usual.limit_s(phase, max(0.0, phase_s - waits_s)), usual.unknown_s if compiles else 0.0)
+
+    return [worker for worker in found if now[worker].phase_s > limit_s(worker)]
 
 
 @dataclass(frozen=True)
@@ -380,7 +387,12 @@ class Health:
         self.usual.learn(pulse.longest_s for pulse in self._where.values())
         suspects = []
         behind = left_behind(before, self._where)
-        for worker in self._new(behind, found) if self.stalls.forming else hanging(behind, self._where, self.usual):
+        new = [worker for worker in behind if found[worker].id in self._first_steps.new]
+        if self.stalls.forming:  # what ranks do then differs: the time that newcomers have decides, reading apart
+            late = [worker for worker in new if self._where[worker].phase is not Phase.restore]
+        else:
+            late = hanging(behind, self._where, self.usual, new if self._first_steps.compiles else ())
+        for worker in late:
             pulse = self._where[worker]
             usual_s = self.usual.longest_s.get(pulse.phase)
             known = f"{usual_s:.1f} s is the longest so far" if usual_s else "how long that takes was not known"
@@ -390,11 +402,6 @@ class Health:
             )
             suspects.append(Suspect(found[worker], False, detail, pulse.phase))
         return suspects
-
-    def _new(self, behind: Iterable[Worker], members: Mapping[Worker, Member]) -> list[Worker]:
-        """What ranks do while they form differs: the time that newcomers have decides, reading apart."""
-        new = [worker for worker in behind if members[worker].id in self._first_steps.new]
-        return [worker for worker in new if self._where[worker].phase is not Phase.restore]
 
     def _finish_check_up(self, asked: _Asked, now: float) -> None:
         self._check_up = None

@@ -70,6 +70,7 @@ class FirstSteps:
     error: str = ""  # of the newest group's ranks the first that had one; empty: none has, or it is known why
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
+    compiles: bool = False  # newcomers do in their first step: `runtime.warm_up` cannot before
     is_watched: bool = False  # keepers of the newest group are asked what its ranks do
     _members: frozenset[str] = frozenset()  # of the newest group
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
@@ -139,7 +140,8 @@ class FirstSteps:
     @property
     def patience_s(self) -> float:
         """With a group of newcomers that forms, reading apart; then with its first step: they have compiled before."""
-        if self._trains not in self._longest_s or not (self._trains or self.is_watched):
+        is_known = not self.compiles if self._trains else self.is_watched
+        if not is_known or self._trains not in self._longest_s:
             return self.timeout_s
         return min(self.timeout_s, max(LEAST_FIRST_STEP_S, FIRST_STEPS * self._longest_s[self._trains]))
 
