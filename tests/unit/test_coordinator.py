@@ -1001,23 +1001,32 @@ def test_what_storage_does_not_take_stays_with_its_keepers_and_one_line_says_so(
     assert len(failed) > 1, "it was tried again"
 
 
-@pytest.mark.parametrize("error", [ClusterError("no room"), OSError(errno.ENOSPC, "No space left on device", "/runs")])
-def test_a_job_that_fails_before_it_has_workers_says_in_the_log_that_it_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize(
+    ("place", "error", "reason"),
+    [
+        ("_trainer", ClusterError("no room"), "failed"),
+        ("_trainer", OSError(errno.ENOSPC, "No space left on device", "/runs"), "failed"),
+        ("_prepare", KeyboardInterrupt(), "interrupted"),
+        ("await_coordinator", KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_a_job_that_ends_before_it_has_workers_says_so_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException, reason: str
 ) -> None:
     """Before, status found no word of its end, and the next job counted a driver that had died."""
 
-    def fail(self: Session) -> None:
+    def fail(*_: object) -> None:
         raise error
 
     config = PretrainConfig(observe=ObserveConfig(tensorboard=False, metrics=False))
     monkeypatch.setattr(
         driver,
-        "start_coordinator",
+        "make_coordinator",
         lambda folder, *arguments, **more: Handle(Coordinator(str(folder), *arguments, **more)),
     )
+    monkeypatch.setattr(driver, "await_coordinator", lambda *_: None)
     monkeypatch.setattr(driver, "start_stream", lambda *_, **__: None)
-    monkeypatch.setattr(Session, "_trainer", fail)
+    monkeypatch.setattr(driver if place == "await_coordinator" else Session, place, fail)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
     monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference.outcome.result(timeout))
     monkeypatch.setattr(fleet, "running_keepers", lambda run_id: {})
@@ -1035,7 +1044,7 @@ def test_a_job_that_fails_before_it_has_workers_says_in_the_log_that_it_has_ende
         )
     assert caught.value is error
     last = read_events(run.folder)[-1]
-    assert (last["event"], last["reason"], last["detail"]) == ("stopped", "failed", str(error))
+    assert (last["event"], last["reason"], last["detail"]) == ("stopped", reason, str(error))
 
 
 def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: Session, tmp_path: Path) -> None:

@@ -354,10 +354,16 @@ _offers: type[CoordinatorCalls] = Coordinator  # mypy holds it to that
 
 
 def start_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], object] = print, **options: Any) -> Any:
-    """Start the actor on this node and wait until it holds the run's lock and has found the keepers that are up.
+    """The actor on this node, once it can be worked with; the two below, one after the other."""
+    actor = make_coordinator(folder, run_id, tell=tell, **options)
+    await_coordinator(actor, folder)
+    return actor
 
-    `tell` gets to know where it waits for a lock that another host has. Raises ResumeError if another process keeps it,
-    and another RegrowError where storage does not let the run go on.
+
+def make_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], object] = print, **options: Any) -> Any:
+    """The actor on this node, which may still wait for the run's lock.
+
+    `tell` gets to know where it waits for one that another host has. Raises ResumeError if another job's actor is up.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -373,12 +379,19 @@ def start_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], obj
     give_up_at, job = time.monotonic() + LOCK_WAIT_S, secrets.token_hex(8)
     while True:
         try:
-            actor = remote(Coordinator).remote(str(folder), run_id, job=job, **options)
-            break
+            return remote(Coordinator).remote(str(folder), run_id, job=job, **options)
         except ValueError as error:  # another job's has that name; a killed predecessor's takes a moment to be gone
             if time.monotonic() > give_up_at:
                 raise ResumeError(in_use) from error
             time.sleep(READ_AGAIN_S)
+
+
+def await_coordinator(actor: Any, folder: Storage) -> None:
+    """Wait until it holds the run's lock and has found the keepers that are up.
+
+    Raises ResumeError if another process keeps the lock, and another RegrowError where storage does not let the run go
+    on.
+    """
     try:
         ray.get(actor.ready.remote(), timeout=LEASE_WAIT_S + 30)
     except ray.exceptions.ActorDiedError as error:
@@ -386,7 +399,6 @@ def start_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], obj
             raise (ResumeError if "ResumeError" in str(error) else RegrowError)(said) from error
         raise
     ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
-    return actor
 
 
 def _mistake(error: Exception, folder: Storage) -> str:

@@ -35,7 +35,7 @@ from regrow.record.log import LogReader
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.record.work import RATIOS
-from regrow.runtime.actor import start_coordinator
+from regrow.runtime.actor import await_coordinator, make_coordinator
 from regrow.runtime.backend import last_line
 from regrow.runtime.cluster import Connection, check_room, cluster_for, room_for, why_not_in_place
 from regrow.runtime.entry import train_fn
@@ -52,6 +52,7 @@ from regrow.storage import Storage
 POLL_S = 0.2
 INTERRUPTED = "interrupted"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
+UNBEGUN_S = 20.0  # for the log of a run that is interrupted before its workers start
 TELL_S = 5.0  # for the last checkpoint, before it is told of
 ASK_S = 2.0  # for the coordinator to say what is in memory, where it is left at once
 END_S = CLOSE_S + DELETE_S + 60.0  # for the coordinator to write the rest of the log, and to end
@@ -136,7 +137,7 @@ class Session:
         topologies: Table,
     ) -> None:
         self.config, self.run, self.console, self.connection = config, run, console, connection
-        self.coordinator = start_coordinator(
+        self.coordinator = make_coordinator(
             run.folder,
             run.run_id,
             checkpoints=CHECKPOINTS,
@@ -144,10 +145,10 @@ class Session:
             submitted=_submitted(config, geometry),
         )
         try:
+            await_coordinator(self.coordinator, run.folder)
             self._prepare(corpora, startup, topologies)
-        except (RegrowError, OSError) as error:  # else the log ends with `submitted`, and the next job counts a death
-            with contextlib.suppress(ray.exceptions.RayError):
-                self.close(run.resumed_step or 0, "failed", str(error))
+        except (RegrowError, OSError, KeyboardInterrupt) as error:
+            _end_unbegun(self, error)  # else the log ends with `submitted`, and the next job counts a death
             raise
 
     def _prepare(self, corpora: Corpora, startup: Startup, topologies: Table) -> None:
@@ -195,14 +196,14 @@ class Session:
 
     def train(self) -> str:
         """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
-        log = LogReader(self.run.folder)
-        reporter = Reporter(
-            lambda: write_report(self.run.folder, self.config, log=log),
-            every_s=self.config.observe.report_every_s,
-            written=self._reported,
-            tell=self.messages.put,
-        )
         with self.interrupts.taken():
+            log = LogReader(self.run.folder)
+            reporter = Reporter(
+                lambda: write_report(self.run.folder, self.config, log=log),
+                every_s=self.config.observe.report_every_s,
+                written=self._reported,
+                tell=self.messages.put,
+            )
             try:
                 fatal, error = self._fit_until_over()
                 settling = self._settle()
@@ -308,13 +309,13 @@ class Session:
                 )
             time.sleep(POLL_S)
 
-    def close(self, step: int, reason: str, fatal: str) -> str:
+    def close(self, step: int, reason: str, fatal: str, within_s: float = END_S) -> str:
         """End the coordinator; what was not done of it."""
         try:
             closing = self.coordinator.close.remote(step, reason, fatal, keep=not _ray_is_ours(self.config))
-            return str(ray.get(closing, timeout=END_S))
+            return str(ray.get(closing, timeout=within_s))
         except ray.exceptions.GetTimeoutError:
-            return f"the run's coordinator has not ended within {END_S:.0f} s: its log may lack the last events"
+            return f"the run's coordinator has not ended within {within_s:.0f} s: its log may lack the last events"
 
     def answer(self, reference: Any) -> Any:
         """What the coordinator answers, however long that takes: storage may keep one that was started anew waiting.
@@ -387,6 +388,18 @@ class Interrupts(StopRequest):
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.heard():
             self._console.message("stopping after this step with a checkpoint; once more to end at once")
+
+
+def _end_unbegun(session: Session, error: BaseException) -> None:
+    """Write the log's end where no group was formed yet; the coordinator may not be up."""
+    step, console = session.run.resumed_step or 0, session.console
+    with contextlib.suppress(ray.exceptions.RayError):
+        if not isinstance(error, KeyboardInterrupt):
+            session.close(step, "failed", str(error))
+            return
+        console.message("ending the run's log; once more to leave at once")
+        if lost := session.close(step, INTERRUPTED, "", UNBEGUN_S):
+            console.message(lost)
 
 
 def _why_it_died(error: ray.exceptions.RayActorError) -> str:
