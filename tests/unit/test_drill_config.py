@@ -126,14 +126,34 @@ def test_a_model_that_is_chosen_is_trained_as_it_is(name: str) -> None:
     assert composed("+drill=kill_node").model.dim == 128
 
 
-def test_a_file_of_ones_own_reaches_the_job_by_what_it_sets() -> None:
-    """Of --config-dir, which the job does not have. Before, it was refused as if there were none."""
-    config = composed("+drill=kill_node", "model=150m", "+cluster=cpu3", "cluster.silence_s=9", "optim.lr=0.002")
+@pytest.mark.parametrize("name", ["150m", "1b", "8b"])
+def test_a_file_of_ones_own_reaches_the_job_by_what_it_sets(name: str) -> None:
+    """Of --config-dir, which the job does not have. Before, it was refused, and later those that scale RoPE still."""
+    config = composed("+drill=kill_node", f"model={name}", "+cluster=cpu3", "cluster.silence_s=9", "optim.lr=0.002")
+    config = replace(config, model=replace(config.model, name="mine", num_layers=8))
     given, files = ["model=mine", "+cluster=mine", "optim.lr=0.002"], {"model": "mine", "data": "mine"}
-    arguments = pretrain_overrides(config, given, files)
-    assert not any("mine" in argument for argument in arguments)
-    found = pretrain_composed(arguments)
-    assert found == PretrainConfig(**{name: getattr(config, name) for name in vars(found)})
+    for arguments in (pretrain_overrides(config, given, files), pretrain_overrides(config, chosen(given))):
+        assert not any(argument.partition("=")[2] == "mine" for argument in arguments)
+        found = pretrain_composed(arguments)
+        assert found == PretrainConfig(**{name: getattr(config, name) for name in vars(found)})
+
+
+@pytest.mark.parametrize(
+    ("setting", "corpora"),
+    [
+        ("data.corpora.web=/b", {"web": "/b", "own": "/o"}),
+        ("++data.corpora.web=/b", {"web": "/b", "own": "/o"}),
+        ("~data.corpora.web", {"own": "/o"}),
+    ],
+)
+def test_what_is_said_of_a_key_that_only_a_file_of_ones_own_has_reaches_the_job(
+    setting: str, corpora: dict[str, str]
+) -> None:
+    """Before, there was no new entry without a plus for the job, and no second one with it where it was composed."""
+    config = composed("+drill=kill_node")
+    config = replace(config, data=replace(config.data, corpora=corpora))
+    found = pretrain_composed(pretrain_overrides(config, ["data=mine", setting, "optim.lr=0.002"], {"data": "mine"}))
+    assert (found.data.corpora, found.optim.lr) == (corpora, 0.001)
 
 
 def test_corpora_and_mixtures_reach_the_job() -> None:

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -203,18 +203,40 @@ def pretrain_overrides(
     """The arguments of `jobs.pretrain` that give this config: `given`, and where it differs from what they give.
 
     `files` are those of conf/model and conf/data that it was composed of. What chooses a file that conf/ lacks, as one
-    of --config-dir, is left out: another machine has no such folder. Raises ConfigError where none give it.
+    of --config-dir, is left out, and what is set of keys that only such a file has: another machine has no such folder.
+    One of conf/ is chosen in its place where that is needed: below what is null, nothing can be set. Raises ConfigError
+    where none give it.
     """
-    given = [each for each in given if not chosen([each]) or _is_in_conf(*each.lstrip("+").partition("=")[::2])]
-    files = {group: file for group, file in (files or {}).items() if _is_in_conf(group, file)}
-    if files:
-        with _composing(given):
-            there = hydra.compose("pretrain", as_typed(given), return_hydra_config=True).hydra.runtime.choices
-        given = [*(f"{group}={file}" for group, file in files.items() if there.get(group) != file), *given]
-    before = to_dict(pretrain_config(given))
-    plain, known = dict(_leaves(before)), set(_keys(before))
+    kept = [each for each in given if not chosen([each]) or _is_in_conf(*each.lstrip("+").partition("=")[::2])]
+    in_conf = {group: file for group, file in (files or {}).items() if _is_in_conf(group, file)}
+    lacks_some = len(kept) < len(given) or len(in_conf) < len(files or {})
+    if in_conf:
+        with _composing(kept):
+            there = hydra.compose("pretrain", chosen(kept), return_hydra_config=True).hydra.runtime.choices
+        kept = [*(f"{group}={file}" for group, file in in_conf.items() if there.get(group) != file), *kept]
     groups = {field.name for field in fields(PretrainConfig)}
     wanted = dict(_leaves({group: values for group, values in to_dict(config).items() if group in groups}))
+    try:
+        return _that_give(wanted, kept)
+    except ConfigError:
+        taken = {_key(each) for each in kept} | in_conf.keys()
+        for group in (group for group in ALWAYS if lacks_some and group not in taken):
+            for path in sorted((CONF_DIR / group).glob("*.yaml")):
+                with suppress(ConfigError):
+                    return _that_give(wanted, [f"{group}={path.stem}", *kept])
+        raise
+
+
+def _that_give(wanted: Mapping[str, Any], given: Sequence[str]) -> list[str]:
+    """Arguments with which all these keys have these values, `given` among them but for what needs keys that its files
+    do not have. Raises ConfigError where none give them."""
+    of_files = to_dict(pretrain_config(chosen(given)))
+    there, values = set(_keys(of_files)), dict(_leaves(of_files))
+    if below := [key for key in wanted if values.get(key.rpartition(".")[0], ...) is None]:
+        raise ConfigError(_is_below_null(below[0]))
+    given = [each for each in given if each[:1] == "+" or chosen([each]) or _key(each) in there]
+    before = to_dict(pretrain_config(given))
+    plain, known = dict(_leaves(before)), set(_keys(before))
     differences = [
         f"{'' if key in known else '+'}{key}={_argument(value)}"
         for key, value in wanted.items()
@@ -228,6 +250,10 @@ def pretrain_overrides(
                 "in a file of conf/cluster, conf/model or conf/data, and choose that"
             )
     return [*given, *differences]
+
+
+def _key(argument: str) -> str:
+    return argument.lstrip("+~").partition("=")[0]
 
 
 def _is_in_conf(group: str, file: str) -> bool:
@@ -287,6 +313,10 @@ def _below_null(arguments: Sequence[str]) -> str:
     plain = dict(_leaves(to_dict(PretrainConfig())))
     keys = [each.lstrip("+").partition("=")[0] for each in arguments]
     key = next((key for key in keys if plain.get(key.rpartition(".")[0], ...) is None), "a setting")
+    return _is_below_null(key)
+
+
+def _is_below_null(key: str) -> str:
     return (
         f"{key}: {key.rpartition('.')[0]} is null, and nothing below it can be set here; set it in a file of its group"
     )
