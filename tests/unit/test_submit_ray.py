@@ -15,6 +15,8 @@ from ray._private.runtime_env.packaging import create_package
 from ray.job_submission import JobStatus
 
 from regrow.errors import ClusterError, ConfigError
+from regrow.runtime.driver import END_S
+from regrow.submit.pods import STOP_S
 from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT, RayJobs, job_spec
 from regrow.submit.render import config_sha256, entrypoint
 from regrow.submit.submit import pretrain_arguments, submit
@@ -37,6 +39,13 @@ def test_the_job_is_the_same_command_with_the_checkout() -> None:
     }
     assert spec["metadata"] == {"regrow_run": "mine", "git_sha": CODE.git_sha, "config_sha256": config_sha256(config)}
     assert all(isinstance(value, str) for value in spec["metadata"].values())  # Ray takes no others
+
+
+def test_a_stopped_job_has_the_time_that_its_checkpoint_may_take() -> None:
+    """Before, Ray killed the driver after 600 s, which tries to write the newest step for checkpoint.timeout_s."""
+    config = compose([each for each in RAY if "stop_s" not in each] + ["checkpoint.timeout_s=1000.5"])
+    assert job_spec(config, CODE, [])["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == str(1001 + STOP_S)
+    assert STOP_S > END_S
 
 
 def test_the_checkout_that_travels_has_what_a_job_needs_and_not_what_is_large() -> None:

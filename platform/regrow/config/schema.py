@@ -423,7 +423,7 @@ class SubmitConfig:
     grace_s: int | None = None  # terminationGracePeriodSeconds of a worker pod; null: drain_s and time to end
     idle_timeout_s: int | None = None  # the autoscaler removes a node without work; null: above the longest restart
     host_silence_s: float = 10.0  # after which Ray takes a silent node for dead
-    stop_s: int = 600  # for the checkpoint of a job that is stopped
+    stop_s: int | None = None  # for the checkpoint of a job that is stopped; null: checkpoint.timeout_s, time to end
 
 
 @dataclass

@@ -60,7 +60,6 @@ def check_submit(config: SubmitJobConfig) -> None:
         ("keep_s", 0),
         ("disk_gb", 1),
         ("drain_s", 20),
-        ("stop_s", 1),
         ("host_silence_s", LEAST_S),
         ("object_store_gb", 0.1),
         ("memory_gb_per_worker", 0.1),
@@ -70,7 +69,7 @@ def check_submit(config: SubmitJobConfig) -> None:
         value = getattr(submit, name)
         if value < least:
             raise ConfigError(f"submit.{name}={value:g} must be at least {least:g}")
-    for name in ("cpus_per_node", "shm_gb", "network_devices", "deadline_s", "idle_timeout_s", "grace_s"):
+    for name in ("cpus_per_node", "shm_gb", "network_devices", "deadline_s", "idle_timeout_s", "grace_s", "stop_s"):
         value = getattr(submit, name)
         if value is not None and value <= 0:
             raise ConfigError(f"submit.{name}={value:g} must be positive, or null")

@@ -23,6 +23,7 @@ HEAD_SHM_GIB = 8
 HEAD_OBJECT_STORE_BYTES = 4_000_000_000
 LEAVE_S = 10  # `ray start` drains again when it is told to end; by then there is nothing to drain
 END_S = 35  # for the containers to end after the drain
+STOP_S = 300  # of a job that is stopped: for the step that it trains, and to end once its checkpoint is there
 DEAD_HOST_S = 30  # from a host that is found dead to the eviction of a head or submitter; Kubernetes' default is 300 s
 NOT_MOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 GPU = "nvidia.com/gpu"
@@ -109,11 +110,16 @@ def longest_restart_s(config: PretrainConfig) -> float:
     return config.train.collective_timeout_s + config.cluster.silence_s + START_S
 
 
+def stop_s(config: PretrainConfig, submit: SubmitConfig) -> int:
+    """From SIGTERM until Ray kills the driver, which has a checkpoint written."""
+    return submit.stop_s if submit.stop_s is not None else ceil(config.checkpoint.timeout_s) + STOP_S
+
+
 def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
     """Pod template of the head. It has no logical CPUs: ranks and data tasks go to the workers."""
     env = {
         **{f"RAY_{name}": str(value) for name, value in health_checks(submit.host_silence_s).items()},
-        "RAY_JOB_STOP_WAIT_TIME_S": str(submit.stop_s),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s(config, submit)),
         **OPEN_FILES,
         **submit.env,
     }

@@ -20,6 +20,7 @@ from regrow.errors import ClusterError
 from regrow.record.provenance import top_of_checkout
 from regrow.storage import local_path
 from regrow.submit.kuberay import LostSight
+from regrow.submit.pods import stop_s
 from regrow.submit.reasons import refusal
 from regrow.submit.render import IN_IMAGE, Code, config_sha256, entrypoint
 
@@ -37,7 +38,7 @@ AWAY = (RuntimeError, OSError, ClientError)  # of Ray's client: an answer other 
 
 def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[str, Any]:
     """What the job API is given."""
-    environment = {"PYTHONPATH": "platform", "RAY_JOB_STOP_WAIT_TIME_S": str(config.submit.stop_s)}
+    environment = {"PYTHONPATH": "platform", "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s(config, config.submit))}
     return {
         "entrypoint": entrypoint(arguments),
         "runtime_env": {

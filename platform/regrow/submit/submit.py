@@ -12,7 +12,7 @@ from typing import Protocol
 import yaml
 
 from regrow.config.check import places_read
-from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
+from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, SubmitJobConfig
 from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
 from regrow.errors import ConfigError, UnseenError
@@ -23,6 +23,7 @@ from regrow.submit.check import broken_rules, check_may_apply, check_secrets, ch
 from regrow.submit.job_status import use_token
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
+from regrow.submit.pods import stop_s
 from regrow.submit.render import IN_IMAGE, Code, job_name, render, to_yaml
 
 
@@ -67,7 +68,7 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[
             print(f"no difference: applying would change nothing of RayJob {job_name(config)}", file=sys.stderr)
         return 0
     job = KubeRay(kubectl, job_name(config))
-    return _act(job, options, start=lambda: job.apply(manifests))
+    return _act(job, config, start=lambda: job.apply(manifests))
 
 
 def _on_ray(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[[], list[str]]) -> int:
@@ -88,7 +89,7 @@ def _on_ray(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[[], 
             sys.stdout.write(yaml.safe_dump(spec, sort_keys=False, width=110))
             return 0
     jobs = RayJobs(options.address, config.run.name)
-    return _act(jobs, options, start=lambda: jobs.apply(spec))
+    return _act(jobs, config, start=lambda: jobs.apply(spec))
 
 
 def check_in_git(config: SubmitJobConfig, root: Path = ROOT) -> None:
@@ -131,12 +132,13 @@ class _Job(Protocol):
     def follow(self) -> int: ...
 
 
-def _act(job: _Job, options: SubmitConfig, start: Callable[[], None]) -> int:
+def _act(job: _Job, config: SubmitJobConfig, start: Callable[[], None]) -> int:
+    options = config.submit
     if options.action is SubmitAction.status:
         print("\n".join(job.describe()))
         return 0
     if options.action is SubmitAction.stop:
-        job.stop(wait_s=options.stop_s if options.follow else 0)
+        job.stop(wait_s=stop_s(config, options) if options.follow else 0)
         return 0
     if options.action is SubmitAction.logs:
         return _until_the_end(job.follow)
