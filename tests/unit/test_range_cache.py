@@ -12,11 +12,11 @@ import pytest
 
 from regrow.config.schema import DataConfig
 from regrow.data.read.corpora import Corpora
-from regrow.data.read.outage import GroupOver, Patience, PatientReader
+from regrow.data.read.outage import Patience, PatientReader
 from regrow.data.read.range_cache import LOCKS, RangeCache
 from regrow.data.read.shards import ShardReader
 from regrow.data.stream.dataset import task_reader
-from regrow.errors import DataError, UnavailableError
+from regrow.errors import DataError, GroupOver, UnavailableError
 from support.away import TRIES, Away
 from support.corpus import write_rows
 
@@ -53,6 +53,20 @@ def test_the_folder_stays_within_its_size_and_keeps_what_was_used_last(tmp_path:
     cache.get("far too large", lambda: bytes(50_000))
     assert cache.counts.misses == 402
     assert size_of(tmp_path) <= 100_000
+
+
+def test_what_lies_beside_ranges_is_neither_deleted_nor_in_the_way(tmp_path: Path) -> None:
+    """`data.cache_dir=/scratch`: a node's disk, with folders of two letters, as `hf`, or `ab`."""
+    for name in ("hf/weights", "ab/notes", "cd/below/data"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(200_000))
+        os.utime(tmp_path / name, (0, 0))
+    cache = RangeCache(tmp_path, 100_000)
+    for k in range(200):
+        cache.get(f"range {k}", lambda: bytes(1000))
+    assert size_of(tmp_path) <= 700_000
+    assert cache.counts.evicted_bytes > 90_000
+    assert all((tmp_path / name).exists() for name in ("hf/weights", "ab/notes", "cd/below/data"))
 
 
 def test_what_fails_to_be_fetched_is_not_kept_and_a_broken_disk_only_costs_fetches(tmp_path: Path) -> None:

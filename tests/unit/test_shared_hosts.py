@@ -75,7 +75,7 @@ def test_what_a_keeper_makes_is_its_users_alone(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
 def test_another_users_leftovers_are_let_be_whatever_they_are(tmp_path: Path) -> None:
-    theirs, ours = tmp_path / "regrow-theirs-node", tmp_path / "regrow-ours-node"
+    theirs, ours, mine = (tmp_path / f"regrow-{run * 16}-{'0' * 12}" for run in "abc")
     for folder in (theirs, ours):
         folder.mkdir()
         os.mkfifo(folder / "unread")
@@ -89,10 +89,21 @@ def test_another_users_leftovers_are_let_be_whatever_they_are(tmp_path: Path) ->
     for path in (ours / LOCK, ours):
         os.utime(path, (0, 0))
     begun = time.monotonic()
-    delete_abandoned(tmp_path / "regrow-mine-node", 60.0)
+    delete_abandoned(mine, 60.0)
     assert time.monotonic() - begun < 10
     assert theirs.exists()
     assert not ours.exists()
+
+
+def test_nothing_that_no_keeper_has_made_is_deleted_where_snapshots_are_kept(tmp_path: Path) -> None:
+    """`snapshot.folder=/tmp`, with a checkout, the shard cache, a model that is evaluated, and a storage path in it."""
+    names = ["regrow-main/platform", "regrow-shards-0/ab", "regrow-evaluate-x1/model", "regrow-runs/debug/checkpoints"]
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        os.utime(tmp_path / name, (0, 0))
+        os.utime(tmp_path / name.partition("/")[0], (0, 0))
+    delete_abandoned(tmp_path / f"regrow-{'c' * 16}-{'0' * 12}", 60.0)
+    assert all((tmp_path / name).exists() for name in names)
 
 
 def test_no_file_of_a_run_is_written_by_other_users(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ workers are gone for long deletes what it holds and ends: an abandoned run leave
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import threading
@@ -49,6 +50,7 @@ PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store is, unless it was told otherwise
+A_KEEPERS = re.compile(r"regrow-[0-9a-f]{16}-[0-9a-f]{12}")  # folders, by run and node; see `start_keeper`
 STORE_OPTION = b"--object_store_memory="  # of a raylet, in bytes
 
 
@@ -383,10 +385,12 @@ def _nodes_alive() -> set[str]:
 
 
 def delete_abandoned(mine: Path, abandon_after_s: float) -> None:
-    """Other runs' folders beside this one that no keeper serves any more, as after a power cut of Ray alone."""
+    """Other runs' folders beside this one that no keeper serves any more, as after a power cut of Ray alone.
+
+    Nothing else, whatever it is called: `snapshot.folder` may be /tmp, and have a checkout and the shard cache."""
     for folder in mine.parent.glob("regrow-*"):
         with contextlib.suppress(OSError):
-            if folder == mine or not is_mine(folder) or is_served(folder):
+            if not A_KEEPERS.fullmatch(folder.name) or folder == mine or not is_mine(folder) or is_served(folder):
                 continue
             if time.time() - last_used(folder) > abandon_after_s:
                 shutil.rmtree(folder, ignore_errors=True)

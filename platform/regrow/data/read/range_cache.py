@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 LOCKS = 64  # ranges that a node can be fetching at a time
 SCAN_SHARE = 64  # the folder is measured each time this part of the limit was written
+KEPT = re.compile(r"[0-9a-f]{30}|\.[0-9a-f]{16}")  # names of ranges, and of what is being written
 KEEP_SHARE = 0.9  # of the limit is left by an eviction
 
 log = logging.getLogger(__name__)
@@ -129,7 +131,9 @@ class RangeCache:
     def _evict(self) -> None:
         """Delete what was used longest ago, if there is too much."""
         found = []
-        for path in self.folder.glob("??/*"):
+        for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
+            if not KEPT.fullmatch(path.name):
+                continue  # of a folder that others use, too
             with contextlib.suppress(FileNotFoundError):  # another process evicts as well
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_size, path))
