@@ -30,6 +30,7 @@ from regrow.control import health
 from regrow.control.core import Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
+from regrow.control.nodes import MARGIN_S
 from regrow.control.slow import Spent
 from regrow.control.states import Answer, RowAnswer, Settling
 from regrow.control.values import NEVER, Digest, SnapshotAck, Version
@@ -716,6 +717,29 @@ def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_the_next_one_is
         time.sleep(0.2)
         made.snapshots_sealed([SnapshotAck("node", Version(generation, 8), ())])
         until(lambda: [found["step"] for found in events_of(made, "checkpoint")] == [8])
+
+
+def test_a_notice_is_heeded_though_the_hosts_clock_was_set_forward_since_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a node with a notice of 60 s was taken away before the group left it."""
+    step_s, wall = 3600.0, time.time
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: wall() - step_s)
+        made = make(tmp_path)
+    try:
+        soon, late = time.time() + MARGIN_S / 2, time.time() + 1800.0
+        made.ray_view([], 1, {"soon": soon, "late": late}, {})
+        assert made.avoided_nodes() == {"soon"}
+        assert [(each["node"], each["deadline"]) for each in until(lambda: events_of(made, "drain"))] == [
+            ("soon", pytest.approx(soon)),
+            ("late", pytest.approx(late)),
+        ]
+        monkeypatch.setattr(time, "time", lambda: wall() - step_s)  # and it is set back
+        made.ray_view([], 1, {"soon": soon, "late": late}, {})
+        assert made.avoided_nodes() == {"soon"}
+    finally:
+        made.shell.close()
 
 
 def test_the_log_is_waited_for_longer_than_its_storage_is_asked_again() -> None:

@@ -218,9 +218,10 @@ class Placed:
 
 @dataclass(frozen=True)
 class Notice:
-    """All nodes that are about to be taken away, and when."""
+    """All nodes that are about to be taken away, and when, on the clock of `now`."""
 
     deadlines: Mapping[str, float]
+    ahead_s: float = 0.0  # that clock, of unix time
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class NodeFailures:
 
     def notice(self, event: Notice, now: float) -> None:
         for node in self.exclusions.draining(event.deadlines):
-            self.out.record("drain", node=node, deadline=event.deadlines[node])
+            self.out.record("drain", node=node, deadline=event.deadlines[node] - event.ahead_s)
 
     def failed(self, node: str, now: float, *, again: bool = True) -> None:
         """Not `again`: but for those that were counted in this generation, whose workers die one by one."""

@@ -28,6 +28,7 @@ from regrow.record.claim import Claim
 from regrow.record.lock import LEASE_WAIT_S, LOCK_WAIT_S, is_held, lock_elsewhere, lock_run
 from regrow.record.log import newest_row, next_generation, positive, read_events
 from regrow.runtime.calls import CoordinatorCalls, Death
+from regrow.runtime.clock import Deadlines
 from regrow.runtime.fleet import secret_of_keepers
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.hardware.settings import allow_descriptors
@@ -128,6 +129,7 @@ class Coordinator(Seats, Drained, Verified):
         self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)
         self.copies, self.settings = config.snapshot.copies, KeeperSettings.of(config.snapshot)
         self._nodes_at = 0.0  # of the monotonic clock, when `neighbours` looks for nodes again
+        self._deadlines = Deadlines()
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
             config,
@@ -329,7 +331,8 @@ class Coordinator(Seats, Drained, Verified):
         are on nodes where some were started lately."""
         for node, pid, cause, detail in dead:
             self.shell.tell(e.Died(((node, pid),), left, cause, detail))
-        self.shell.tell(e.Notice(dict(draining)))
+        ahead_s = self.shell.now - time.time()
+        self.shell.tell(e.Notice(self._deadlines.on(ahead_s, draining), ahead_s))
         self.shell.tell(e.Placed(dict(placed)))
 
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """The coordinator's clock on another host: events are stamped by it, and rows of metrics stand between them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 ALIKE_S = 0.5  # between two clocks that are left as they are
 
@@ -18,3 +18,15 @@ def clock_of(ask: Callable[[], float]) -> Callable[[], float]:
         return time.time
     ahead = there - (begun + middle_s)
     return lambda: ahead + time.monotonic()  # also where this host's clock is set right meanwhile
+
+
+class Deadlines:
+    """Of nodes, in unix time, on a clock that no step of the host's moves."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, float], float] = {}
+
+    def on(self, ahead_s: float, told: Mapping[str, float]) -> dict[str, float]:
+        """Those that are told now, by node; that clock is ahead of unix time by so much. Each is converted once."""
+        self._known = {each: self._known.get(each, each[1] + ahead_s) for each in told.items()}
+        return {node: at for (node, _), at in self._known.items()}
