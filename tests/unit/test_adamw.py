@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch import nn
 
 from regrow.accept.tiny import tiny_model
+from regrow.config.check import BFLOAT16_BETA
 from regrow.config.schema import Dtype, ModelConfig, OptimConfig
 from regrow.model.llama import Llama, init_weights
 from regrow.optim.adamw import MOMENTS, build_optimizer, clip_grad_norm_float64, set_lr, step_unless
@@ -104,3 +106,23 @@ def test_moments_in_bfloat16_are_those_of_float32_rounded_after_each_step():
                 assert kept.dtype is torch.bfloat16
                 exact.copy_(exact.bfloat16())
                 assert torch.equal(kept.float(), exact)
+
+
+def root_of_second_moments(beta2: float, moments: Dtype) -> float:
+    """After 200 steps with gradients of size 1 and 800 with those of 0.1: what divides an update."""
+    layer = nn.Linear(16, 64, bias=False)
+    optimizer = build_optimizer(layer, OptimConfig(lr=1e-6, beta2=beta2, moments=moments))
+    generator = torch.Generator().manual_seed(0)
+    for scale in [1.0] * 200 + [0.1] * 800:
+        layer.weight.grad = scale * torch.randn(layer.weight.shape, generator=generator)
+        optimizer.step()
+    return optimizer.state[layer.weight]["exp_avg_sq"].float().mean().sqrt().item()
+
+
+def test_second_moments_in_bfloat16_fall_as_in_float32_up_to_the_beta_that_is_allowed():
+    """Beyond, they can but rise: a step changes them by less than half of what bfloat16 tells apart."""
+    of = {beta2: [root_of_second_moments(beta2, each) for each in Dtype] for beta2 in (BFLOAT16_BETA, 0.998)}
+    exact, rounded = of[BFLOAT16_BETA]
+    assert rounded == pytest.approx(exact, rel=0.01)
+    exact, rounded = of[0.998]
+    assert rounded > 2 * exact

@@ -390,6 +390,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("snapshot.every_steps", -1),
         ("snapshot.every_steps", "often"),
         ("snapshot.most_steps_lost", 0),
+        ("optim.eps", 0.0),
         ("checkpoint.mtbf_hours", -1.0),
         ("checkpoint.keep", 1),
         ("checkpoint.keep_every_steps", 300),
@@ -431,6 +432,20 @@ def test_a_cluster_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
+@pytest.mark.parametrize("key", ["beta1", "beta2"])
+def test_moments_in_bfloat16_take_betas_with_which_they_fall(key: str) -> None:
+    config = PretrainConfig()
+    setattr(config.optim, key, 0.999)
+    check(config)
+    config.optim.moments = Dtype.bfloat16
+    with pytest.raises(
+        ConfigError, match=rf"optim.{key}=0.999 with optim.moments=bfloat16: .* set optim.{key}=0.99 or"
+    ):
+        check(config)
+    setattr(config.optim, key, 0.99)
+    check(config)
+
+
         corpus = ["data=python_docs", "data.seq_len=128"]  # which is large enough
         done = pretrain("+cluster=h100x64", *corpus, f"run.storage_path={tmp_path}", ray_address=address)
     assert done.returncode == 1

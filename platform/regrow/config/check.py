@@ -27,6 +27,7 @@ from regrow.plan.mixture import plan_mixture
 from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
 
 CREDENTIALS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # in a URI
+BFLOAT16_BETA = 0.99  # most with moments in bfloat16, which rounds changes of up to 2^-8 away; 1 - beta is the largest
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
 
@@ -327,8 +328,8 @@ def _optim(config: PretrainConfig) -> None:
     optim = config.optim
     _need(optim.num_slices >= 1, f"optim.num_slices={optim.num_slices} must be at least 1")
     _need(optim.lr > 0, f"optim.lr={optim.lr} must be positive")
-    for key in ("eps", "weight_decay"):
-        _need(getattr(optim, key) >= 0, f"optim.{key}={getattr(optim, key)} must not be negative")
+    _need(optim.eps > 0, f"optim.eps={optim.eps} must be positive: what has no gradient yet would become 0 / 0")
+    _need(optim.weight_decay >= 0, f"optim.weight_decay={optim.weight_decay} must not be negative")
     for key in ("min_lr_ratio", "warmup_fraction", "decay_fraction"):
         _need(0 <= getattr(optim, key) <= 1, f"optim.{key}={getattr(optim, key)} must be between 0 and 1")
     _need(
@@ -337,7 +338,13 @@ def _optim(config: PretrainConfig) -> None:
         "add up to more than 1; lower one",
     )
     for key in ("beta1", "beta2"):
-        _need(0 <= getattr(optim, key) < 1, f"optim.{key}={getattr(optim, key)} must be at least 0 and below 1")
+        beta = getattr(optim, key)
+        _need(0 <= beta < 1, f"optim.{key}={beta} must be at least 0 and below 1")
+        _need(
+            optim.moments is Dtype.float32 or beta <= BFLOAT16_BETA,
+            f"optim.{key}={beta} with optim.moments={optim.moments.value}: a step changes that moment by less than "
+            f"bfloat16 keeps: it hardly falls; set optim.{key}={BFLOAT16_BETA} or less, or optim.moments=float32",
+        )
     _need(optim.max_grad_norm > 0, f"optim.max_grad_norm={optim.max_grad_norm} must be positive")
 
 

@@ -228,9 +228,9 @@ class OptimConfig:
     num_slices: int = 12  # equal parts of a global batch, the unit that ranks share out
     lr: float = 3e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # final learning rate over the peak
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    eps: float = 1e-8  # AdamW
+    beta1: float = 0.9  # AdamW; with moments=bfloat16 at most 0.99
+    beta2: float = 0.95  # AdamW; with moments=bfloat16 at most 0.99
+    eps: float = 1e-8  # AdamW; above 0
     weight_decay: float = 0.1  # decoupled, on matrices only
     moments: Dtype = Dtype.float32  # as which AdamW's moments are kept between steps; bfloat16 takes half the memory
     max_grad_norm: float = 1.0  # global gradient norm is clipped to this

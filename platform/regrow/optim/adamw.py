@@ -29,8 +29,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
 class AdamWInBfloat16(AdamW):
     """Fused AdamW whose moments are bfloat16 between steps; a step computes with float32, a parameter at a time.
 
-    Rounded to nearest, as DeepSeek-V3's are (arXiv:2412.19437). A second moment that would change by less than
-    one part in 512 stands still: keep `beta2` well below 0.998.
+    Rounded to nearest, as DeepSeek-V3's are (arXiv:2412.19437). A moment that would change by less than one part in
+    256 to 512 stands still, and a step takes at most 1 - beta of it: with a beta2 of 0.997 and above it can but rise,
+    which makes later updates 4 to 8 times too small, and with 0.995 they are 5% off; with 0.99 none is.
     """
 
     moments_dtype = torch.bfloat16

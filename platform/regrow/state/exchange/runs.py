@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from regrow.config.check import check_run_name
+from regrow.config.check import BFLOAT16_BETA, check_run_name
 from regrow.config.plain import read_model
 from regrow.config.schema import DataConfig, Dtype, OptimConfig, Schedule
 from regrow.data.prepare.tokenizer import parse_tokenizer
@@ -129,7 +129,7 @@ def import_of_model(
     command += _kept_as(identity)
     lines = [f"{run} {begins} of {source}. With a corpus prepared with the same tokenizer, start it with", "", command]
     if adamw is not None:
-        lines = [*lines[:-1], command + _said(adamw), "", *_not_carried(progress, adamw)]
+        lines = [*lines[:-1], command + _said(adamw), "", *_not_carried(progress, adamw, identity["optim.moments"])]
     elif isinstance(state, MegatronFolder) and state.padding:
         rows = " and ".join(f"{rows:,} rows of {key}" for key, rows in state.padding.items())
         lines += ["", f"Left out: {rows}, which pad the vocabulary of {config.vocab_size:,}."]
@@ -173,7 +173,13 @@ def _said(adamw: AdamWSettings) -> str:
     return "".join(f" optim.{key}={value:g}" for key, value in settings.items())
 
 
-def _not_carried(progress: Progress, adamw: AdamWSettings) -> Iterator[str]:
+def _not_carried(progress: Progress, adamw: AdamWSettings, moments: str) -> Iterator[str]:
+    for key, beta in zip(("beta1", "beta2"), adamw.betas, strict=True):
+        if moments == Dtype.bfloat16 and beta > BFLOAT16_BETA:
+            yield (
+                f"Refused as it stands: its moments are bfloat16, which hardly fall with optim.{key}={beta}; give "
+                f"optim.{key}={BFLOAT16_BETA} or less."
+            )
     yield (
         f"Not carried over: the place in its data (here, samples from {progress.cursor:,} on are next), and its "
         "schedule, which train.steps and optim.{schedule, warmup_fraction, decay_fraction, min_lr_ratio} are to say."
