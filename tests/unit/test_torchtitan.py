@@ -233,6 +233,36 @@ def test_weights_alone_begin_a_run_at_step_0(golden_model: ModelConfig, tmp_path
     assert record["identity"]["optim.moments"] == "bfloat16"
 
 
+def with_adamw(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
+    """The same state with these settings of all parameters, and moments kept so."""
+    older(GOLDEN / "step-5", folder / "step-4")
+    before = DcpFolder(folder / "step-4")
+    state: dict[str, Any] = {key: before.tensor(key) for key in before.tensors}
+    state = {key: tensor.to(dtype) if ".exp_avg" in key else tensor for key, tensor in state.items()}
+    state |= {key: settings.get(key.rpartition(".")[2], before.value(key)) for key in before.values}
+    torch_dcp.save(state, checkpoint_id=folder / "step-5", no_dist=True)
+    return folder / "step-5"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_settings_of_its_adamw_are_told_to_the_last_digit(golden_model: ModelConfig, tmp_path: Path) -> None:
+    """Before, six digits of them were told."""
+    exact = {"lr": 0.00012345678901, "initial_lr": 0.00012345678901, "betas": (0.9012345678, 0.9512345678)}
+    told = imported(tmp_path / "run", with_adamw(tmp_path, **exact))
+    assert " optim.lr=0.00012345678901 optim.beta1=0.9012345678 optim.beta2=0.9512345678 optim.eps=1e-08 " in told
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("dtype", "is_refused"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_betas_that_its_moments_cannot_fall_with_are_named(
+    dtype: torch.dtype, is_refused: bool, golden_model: ModelConfig, tmp_path: Path
+) -> None:
+    told = imported(tmp_path / "run", with_adamw(tmp_path, dtype, betas=(0.9, 0.999)))
+    assert "optim.beta2=0.999" in told
+    assert ("Refused as it stands" in told) is is_refused
+    assert ("give optim.beta2=0.99 or less" in told) is is_refused
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -170,7 +170,7 @@ def _kept_as(identity: dict[str, Any]) -> str:
 def _said(adamw: AdamWSettings) -> str:
     beta1, beta2 = adamw.betas
     settings = {"lr": adamw.lr, "beta1": beta1, "beta2": beta2, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
-    return "".join(f" optim.{key}={value:g}" for key, value in settings.items())
+    return "".join(f" optim.{key}={value!r}" for key, value in settings.items())
 
 
 def _not_carried(progress: Progress, adamw: AdamWSettings, moments: str) -> Iterator[str]:
