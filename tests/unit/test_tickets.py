@@ -15,7 +15,7 @@ from regrow.data.read.batch import BatchLayout, layout_of
 from regrow.data.read.corpora import Corpora, order_of
 from regrow.data.read.outage import Patience
 from regrow.data.stream import actor, client
-from regrow.data.stream.actor import TokenStream
+from regrow.data.stream.actor import NodeFetcher, TokenStream
 from regrow.data.stream.dataset import window_table
 from regrow.runtime import generation
 from support.corpus import write_rows
@@ -189,6 +189,56 @@ def test_a_large_group_gives_the_stream_longer_for_its_first_window(
     )
     assert [len(batch.rows) for batch in batches] == [24]
     assert fallbacks == late
+
+
+def test_a_window_that_was_asked_for_too_early_is_asked_for_again_once_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the wait began a window ahead: what the stream had by then was read from the shards by every rank."""
+    write_rows(tmp_path, num_rows=24 * 16)
+    config = PretrainConfig(data=DataConfig(seq_len=16), optim=OptimConfig(global_batch_seqs=24, num_slices=12))
+    corpora = Corpora.at(tmp_path)
+    layout, order, reader = layout_of(config), order_of(config, corpora), corpora.reader("train")
+    asked, fallbacks = list[tuple[int, bool]](), list[int]()
+
+    def ask(number: int, blocks: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        asked.append((number, seek))
+        if number == 2 or (number == 1 and asked.count((1, False)) == 1):  # the stream is late, and never has the third
+            return None
+        window = window_table(number, order, reader, layout)
+        return [window.slice(k, 1) for k in blocks]
+
+    monkeypatch.setattr(ray, "get", lambda references, timeout: references)
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
+    batches = client.rank_batches(
+        *([ask], order, reader, layout),  # type: ignore[list-item]
+        slices=range(12),
+        start_step=0,
+        stop_step=2 * layout.window_steps + 1,
+        stall_timeout_s=20.0,
+        on_fallback=lambda number, reason: fallbacks.append(number),
+    )
+    assert [batch.step for batch in batches] == list(range(2 * layout.window_steps + 1))
+    assert asked == [(0, True), (1, False), (1, False), (2, False), (2, False)]
+    assert fallbacks == [2]
+
+
+def test_a_nodes_ranks_ask_again_together_for_a_window_that_the_stream_has_refused() -> None:
+    asked: list[int] = []
+
+    async def get(window: int, blocks: list[int], seek: bool, timeout_s: float) -> list[str] | None:
+        asked.append(window)
+        await asyncio.sleep(0)
+        return None if len(asked) == 1 else [f"block {block}" for block in blocks]
+
+    async def ask() -> None:
+        fetcher = NodeFetcher(SimpleNamespace(get=SimpleNamespace(remote=get)))
+        ranks = [(1, [0, 1], 5, [block], False, 20.0) for block in (0, 1)]
+        assert await asyncio.gather(*(fetcher.get(*rank) for rank in ranks)) == [None, None]
+        assert await asyncio.gather(*(fetcher.get(*rank) for rank in ranks)) == [["block 0"], ["block 1"]]
+        assert asked == [5, 5]
+
+    asyncio.run(ask())
 
 
 def test_of_a_nodes_ranks_one_tells_the_runs_log_that_the_stream_was_late(caplog: pytest.LogCaptureFixture) -> None:

@@ -220,9 +220,13 @@ class NodeFetcher:
     async def get(
         self, group: int, node_blocks: list[int], window: int, blocks: list[int], seek: bool, timeout_s: float
     ) -> list[Any] | None:
-        """As `TokenStream.get`, for a rank of a worker group whose ranks here want `node_blocks` together."""
+        """As `TokenStream.get`, for a rank of a worker group whose ranks here want `node_blocks` together.
+
+        What the stream has refused is asked for anew.
+        """
         key = (group, window)  # another group asks again: it may have gone back, and have other blocks
-        if key not in self.calls:
+        known = self.calls.get(key)
+        if known is None or (known.done() and not known.exception() and known.result() is None):
             self.calls[key] = asyncio.ensure_future(self._ask(window, node_blocks, seek, timeout_s))
             while len(self.calls) > KEPT_CALLS:
                 self.calls.popitem(last=False)

@@ -121,7 +121,8 @@ class _Fetch:
     """
 
     def __init__(self, ask: Ask, window: int, blocks: range, *, seek: bool, timeout_s: float) -> None:
-        self._call = ask(window, list(blocks), seek, timeout_s)
+        self._ask, self._seek = functools.partial(ask, window, list(blocks), seek), seek
+        self._call = self._ask(timeout_s)
         self._references: list[Any] | None = None
 
     def advance(self) -> None:
@@ -139,6 +140,8 @@ class _Fetch:
         give_up_at = time.monotonic() + patience_s
         try:
             references = _get(self._call, give_up_at, is_over)
+            if references is None and not self._seek:  # it was asked for a window ahead, and may be there by now
+                references = _get(self._ask(max(0.0, give_up_at - time.monotonic())), give_up_at, is_over)
             if references is None:
                 raise LookupError("the stream does not hold the window")
             return [block_of(table) for table in _get(references, give_up_at, is_over)]
