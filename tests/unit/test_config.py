@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -27,12 +28,13 @@ from regrow.config.schema import (
     RopeScaling,
 )
 from regrow.config.spares import most_workers
-from regrow.config.store import load_run_config, pretrain_config, to_dict
+from regrow.config.store import as_typed, load_run_config, pretrain_config, pretrain_overrides, to_dict
 from regrow.errors import BatchError, ConfigError
 from regrow.forecast.settle import settled
 from regrow.record.run_folder import read_record, write_record
 from regrow.runtime import driver
 from regrow.storage import LocalStorage, Storage
+from regrow.submit.render import entrypoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,6 +99,7 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         (["run.storage_path=s3://me:word@bucket/x"], "run.storage_path has a user and a password in its URI"),
         (["+data.corpora.x=y", "model.rope_scaling.factor=8"], "model.rope_scaling.factor: model.rope_scaling is null"),
         (["train.steps"], "train.steps"),
+        (["train.steps=a=b"], "train.steps=a=b: mismatched input '='"),
         (["data.source=/texts"], "data=python_docs reads none; give data=text_files or data=fineweb_edu"),
         (["=3"], "=3 names no setting: a variable in front of it may be empty"),
         (["data=null"], "a group of files takes the name of one: data=NAME in place of data=null"),
@@ -207,6 +210,26 @@ def test_a_text_is_what_was_typed(text: str) -> None:
     config = pretrain_config([f"run.name={text}", f"data.language={text}", f"+data.corpora.web={text}"])
     typed = text.strip("'")
     assert (config.run.name, config.data.language, config.data.corpora) == (typed, typed, {"web": typed})
+
+
+PLACES = ["~/runs", "/data/läufe", "/d/a=b", "/d/a(b)", "/d/a[1]", "/d/{a}", "/d/it's", "/d/a#b&c;d", "/d/a b", "é\\"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_is_what_was_typed_here_and_in_the_job_that_is_submitted(place: str) -> None:
+    """Before, a lexer's exception, or mismatched input '=' expecting <EOF>."""
+    given = [f"run.storage_path={place}", f"+data.corpora.web={place}"]
+    config = pretrain_config(given)
+    assert (config.run.storage_path, config.data.corpora) == (place, {"web": place})
+    for arguments in (given, as_typed(given), []):
+        words = shlex.split(entrypoint(pretrain_overrides(config, arguments)))
+        assert pretrain_config(words[words.index("jobs.pretrain") + 1 :]) == config
+
+
+@pytest.mark.parametrize("given", ["run.storage_path='/d/a", "run.storage_path", "train.steps=a=b"])
+def test_what_is_no_text_or_has_quotes_that_do_not_end_is_still_refused(given: str) -> None:
+    with pytest.raises(ConfigError):
+        pretrain_config([given])
 
 
 def test_numbers_truth_values_and_what_may_be_either_stay_what_they_are() -> None:
@@ -367,6 +390,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("data.validation_fraction", 0.0),
         ("optim.lr", 0.0),
         ("optim.eps", -1.0),
+        ("optim.eps", 0.0),
         ("optim.weight_decay", -0.1),
         ("optim.warmup_fraction", 0.8),
         ("optim.beta2", 1.0),
@@ -390,7 +414,6 @@ def test_the_defaults_pass_every_rule() -> None:
         ("snapshot.every_steps", -1),
         ("snapshot.every_steps", "often"),
         ("snapshot.most_steps_lost", 0),
-        ("optim.eps", 0.0),
         ("checkpoint.mtbf_hours", -1.0),
         ("checkpoint.keep", 1),
         ("checkpoint.keep_every_steps", 300),
@@ -407,6 +430,20 @@ def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:
         check(config)
     assert f"{key}={value}" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["beta1", "beta2"])
+def test_moments_in_bfloat16_take_betas_with_which_they_fall(key: str) -> None:
+    config = PretrainConfig()
+    setattr(config.optim, key, 0.999)
+    check(config)
+    config.optim.moments = Dtype.bfloat16
+    with pytest.raises(
+        ConfigError, match=rf"optim.{key}=0.999 with optim.moments=bfloat16: .* set optim.{key}=0.99 or"
+    ):
+        check(config)
+    setattr(config.optim, key, 0.99)
+    check(config)
 
 
 @pytest.mark.parametrize(
@@ -432,20 +469,6 @@ def test_a_cluster_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-@pytest.mark.parametrize("key", ["beta1", "beta2"])
-def test_moments_in_bfloat16_take_betas_with_which_they_fall(key: str) -> None:
-    config = PretrainConfig()
-    setattr(config.optim, key, 0.999)
-    check(config)
-    config.optim.moments = Dtype.bfloat16
-    with pytest.raises(
-        ConfigError, match=rf"optim.{key}=0.999 with optim.moments=bfloat16: .* set optim.{key}=0.99 or"
-    ):
-        check(config)
-    setattr(config.optim, key, 0.99)
-    check(config)
-
-
         corpus = ["data=python_docs", "data.seq_len=128"]  # which is large enough
         done = pretrain("+cluster=h100x64", *corpus, f"run.storage_path={tmp_path}", ray_address=address)
     assert done.returncode == 1

@@ -140,17 +140,17 @@ def given_files() -> dict[str, str]:
 
 
 def as_typed(arguments: Sequence[str], schema: type[PretrainConfig] = PretrainConfig) -> list[str]:
-    """The arguments, with quotes around what Hydra would take for a number or a truth value, where the setting is a
-    text.
+    """The arguments, with quotes around what Hydra would take for a number or a truth value, or could not read, where
+    the setting is a text.
 
-    >>> as_typed(["run.name=2026_11_28", "+data.corpora.web=1e3", "run.seed=7"])
-    ["run.name='2026_11_28'", "+data.corpora.web='1e3'", 'run.seed=7']
+    >>> as_typed(["run.name=2026_11_28", "+data.corpora.web=1e3", "run.seed=7", "run.storage_path=~/runs"])
+    ["run.name='2026_11_28'", "+data.corpora.web='1e3'", 'run.seed=7', "run.storage_path='~/runs'"]
     """
     typed = []
     for argument in arguments:
-        key, _, text = argument.partition("=")
-        is_other = _is_text(schema, key.lstrip("+")) and isinstance(_value_of(argument), (bool, int, float))
-        typed.append(f"{key}={_argument(text)}" if is_other else argument)
+        key, equals, text = argument.partition("=")
+        needs_quotes = equals and _is_text(schema, key.lstrip("+")) and not _is_read_as_text(argument)
+        typed.append(f"{key}={_argument(text)}" if needs_quotes else argument)
     return typed
 
 
@@ -161,12 +161,12 @@ def _is_text(schema: Any, key: str) -> bool:
     return schema in (str, str | None)
 
 
-def _value_of(argument: str) -> Any:
-    """What Hydra takes an argument's value for; None where it takes none."""
+def _is_read_as_text(argument: str) -> bool:
+    """Whether Hydra takes an argument's value for a text, or for what only Hydra knows; also where it is in quotes."""
     try:
-        return OverridesParser.create().parse_override(argument).value()
+        return not isinstance(OverridesParser.create().parse_override(argument).value(), (bool, int, float))
     except HydraException:
-        return None
+        return argument.partition("=")[2].startswith(("'", '"'))
 
 
 @contextmanager
@@ -327,6 +327,8 @@ def _one_line(error: BaseException, schema: type[PretrainConfig] = PretrainConfi
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
+    if (argument := getattr(error, "override", "")) not in text:  # of Hydra's parser
+        text = f"{argument}: {text}"
     full_key = getattr(cause, "full_key", None) or ""
     quoted = re.findall(r"'([^']+)'", text)
     if "Could not override" in text:
