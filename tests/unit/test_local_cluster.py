@@ -1,11 +1,13 @@
 """A Ray that does not start is one clear line, whatever Ray raises."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 
 from regrow.config.schema import ClusterConfig
 from regrow.errors import ClusterError
@@ -26,6 +28,34 @@ def test_a_ray_that_does_not_start_is_one_line(
         pass
     assert "\n" not in str(caught.value)
     assert f"{folder}/ray/session_latest/logs" in str(caught.value)
+
+
+@pytest.mark.parametrize("local_nodes", [0, 2])
+def test_a_dashboard_whose_port_is_taken_has_the_next_free_one(
+    local_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray looks further only where it is given no port: a second job on a machine did not start."""
+    commands: list[list[str]] = []
+
+    def note(command: list[str], *_: Any, **__: Any) -> None:
+        commands.append(command)
+        raise RuntimeError("noted")
+
+    def start(*, dashboard_port: int | None, **_: Any) -> None:
+        """Its dashboard, up to its process."""
+        of_session = ("127.0.0.1", "127.0.0.1:1", "00", "127.0.0.1", "/tmp", "/tmp", "/tmp")
+        services.start_api_server(True, True, *of_session, port=dashboard_port)
+
+    monkeypatch.setattr(services, "start_ray_process", note)
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr("ray.cluster_utils.Cluster", lambda *, head_node_args, **_: start(**head_node_args))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = ClusterConfig(address=None, local_nodes=local_nodes, dashboard_port=port)
+        with pytest.raises(ClusterError, match="noted"), cluster_for(config):
+            pass
+    assert {f"--port={port}", "--port-retries=50"} <= set(commands[0]), "its process tries this one and 50 more"
+    assert ray_constants.DEFAULT_DASHBOARD_PORT == 8265
 
 
 def test_a_node_that_is_slow_to_come_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from regrow.config.schema import ClusterConfig
 from regrow.config.spares import most_workers
@@ -49,19 +50,24 @@ def cluster_for(config: ClusterConfig, unit: int = 1) -> Iterator[Connection]:
         context, nodes = _start_several(config)
     try:
         check_room(config, unit)
-        yield Connection(_dashboard(context.dashboard_url), context.address_info["session_dir"])
+        session_dir = context.address_info["session_dir"]
+        is_here = config.address is None
+        yield Connection(_dashboard(context.dashboard_url, session_dir if is_here else None), session_dir)
     finally:
         ray.shutdown()
         if nodes is not None:
             nodes.shutdown()
 
 
-def _dashboard(address: str | None) -> str:
+def _dashboard(address: str | None, session_dir: str | None) -> str:
     if not address:
         return ""
-    with_token = os.environ.get("RAY_AUTH_MODE", "").lower() == "token"  # set by Ray where it starts or joins a cluster
-    asks = " (it asks once for the token that `ray get-auth-token` prints)" if with_token else ""
-    return f"Ray dashboard: http://{address}{asks}"
+    more = []
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":  # set by Ray where it starts or joins a cluster
+        more.append("it asks once for the token that `ray get-auth-token` prints")
+    if session_dir is not None:
+        more.append(f"for Prometheus: {session_dir}/{ray_constants.PROMETHEUS_SERVICE_DISCOVERY_FILE}")
+    return f"Ray dashboard: http://{address}" + (f" ({'; '.join(more)})" if more else "")
 
 
 def why_not_in_place() -> str:
@@ -140,12 +146,12 @@ def _join(config: ClusterConfig) -> Any:
 def _start_one(config: ClusterConfig) -> Any:
     # logical CPUs beyond the workers' own, for the tasks that feed them
     num_cpus = max(os.cpu_count() or 1, int(-(-most_workers(config) * config.cpus_per_worker // 1))) + 1
-    with _starting():
+    with _starting(), _dashboard_from(config.dashboard_port):
         return ray.init(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=config.dashboard,
-            dashboard_port=config.dashboard_port if config.dashboard else None,
+            dashboard_port=None,
             **_quiet(),
         )
 
@@ -154,12 +160,8 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
     """A head without workers and `local_nodes` nodes, each a raylet of its own, as separate hosts would run them."""
     from ray.cluster_utils import Cluster
 
-    head = {
-        "num_cpus": 1,
-        "include_dashboard": config.dashboard,
-        **({"dashboard_port": config.dashboard_port} if config.dashboard else {}),
-    }
-    with _starting():
+    head = {"num_cpus": 1, "include_dashboard": config.dashboard, "dashboard_port": None}
+    with _starting(), _dashboard_from(config.dashboard_port):
         nodes = Cluster(initialize_head=True, head_node_args=head)
         try:
             per_node = -(-most_workers(config) // config.local_nodes)
@@ -169,6 +171,20 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
         except BaseException:
             nodes.shutdown()
             raise
+
+
+@contextmanager
+def _dashboard_from(port: int) -> Iterator[None]:
+    """The dashboard of a Ray that starts here has the first free port from this one on.
+
+    Ray's dashboard goes on to the next port by itself, also where a job that starts at the same time was faster, but
+    only from Ray's own default, where it is given none.
+    """
+    default, ray_constants.DEFAULT_DASHBOARD_PORT = ray_constants.DEFAULT_DASHBOARD_PORT, port
+    try:
+        yield
+    finally:
+        ray_constants.DEFAULT_DASHBOARD_PORT = default
 
 
 @contextmanager
