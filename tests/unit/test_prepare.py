@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from ray import cloudpickle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
@@ -509,6 +511,66 @@ def test_unknown_recipes_and_empty_folders_are_one_clear_line(tmp_path: Path) ->
         load_recipe("python_dcos")
     with pytest.raises(DataError, match=r"jobs\.prepare_data"):
         ShardReader(tmp_path, "train")
+
+
+OWN_RECIPE = """\
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from regrow.data.prepare.documents import Document, Piece
+
+
+@dataclass(frozen=True)
+class Chapter(Piece):
+    text: str = "TEXT"
+
+
+def describe(config):
+    return {"corpus": "own"}
+
+
+def pieces(config):
+    return [Chapter("book", 0, 1)]
+
+
+def documents(config, piece):
+    yield Document(piece.file, piece.text)
+"""
+
+
+def test_a_recipe_of_ones_own_has_dataclasses_with_annotations_of_the_future(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, AttributeError: 'NoneType' object has no attribute '__dict__'. Its pieces reach processes without it."""
+    modules = set(sys.modules)
+    for folder, text in (("one", "first"), ("other", "second")):
+        (tmp_path / folder / "data").mkdir(parents=True)
+        (tmp_path / folder / "data" / "mine.py").write_text(OWN_RECIPE.replace("TEXT", text))
+        monkeypatch.chdir(tmp_path / folder)
+        for _ in range(2):
+            recipe = pickle.loads(pickle.dumps(load_recipe("mine")))
+            pieces = recipe.pieces(CONFIG)
+            assert list(recipe.documents(CONFIG, pieces[0])) == [Document("book", text)]
+        (tmp_path / folder / "piece").write_bytes(cloudpickle.dumps(pieces[0]))
+        code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).text)"
+        command = [sys.executable, "-c", code, str(tmp_path / folder / "piece")]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{text}\n"
+    assert not [name for name in set(sys.modules) - modules if "mine" in name]
+
+
+def test_a_recipe_that_does_not_load_is_executed_anew_once_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.py").write_text("1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            load_recipe("mine").describe(CONFIG)
+    assert "regrow_recipe_mine" not in sys.modules
+    (tmp_path / "data" / "mine.py").write_text(OWN_RECIPE)
+    assert load_recipe("mine").describe(CONFIG) == {"corpus": "own"}
 
 
 def test_a_node_that_does_not_see_the_storage_says_so(tmp_path: Path) -> None:

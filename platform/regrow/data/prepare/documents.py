@@ -3,6 +3,8 @@
 import functools
 import hashlib
 import re
+import sys
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -93,11 +95,23 @@ class RecipeFile:
         return cast(Recipe, _execute(self)).documents(config, piece)
 
 
+_executing = threading.Lock()
+
+
 @functools.cache
 def _execute(recipe: RecipeFile) -> types.ModuleType:
-    module = types.ModuleType(f"data.{recipe.name}")
+    """The module, known to others while it is executed alone, as dataclasses want it.
+
+    Ray pickles what a module that is not known defines, as pieces of a recipe's own class, whole.
+    """
+    module = types.ModuleType(f"regrow_recipe_{recipe.name}")
     module.__file__ = recipe.path
-    exec(compile(recipe.code, recipe.path, "exec"), module.__dict__)
+    with _executing:
+        sys.modules[module.__name__] = module
+        try:
+            exec(compile(recipe.code, recipe.path, "exec"), module.__dict__)
+        finally:
+            del sys.modules[module.__name__]
     return module
 
 
