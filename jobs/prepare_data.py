@@ -8,8 +8,10 @@ from typing import Any
 
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import run_job
+from regrow.runtime.interrupts import terminable
 
 
+@terminable()
 def main(config: PretrainConfig) -> None:
     from regrow.config.check import check_data
     from regrow.data.prepare.prepare import find_or_prepare

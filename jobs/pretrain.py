@@ -2,8 +2,10 @@
 
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import run_job
+from regrow.runtime.interrupts import terminable
 
 
+@terminable()  # until there is a run, which takes SIGTERM to stop in good order
 def main(config: PretrainConfig) -> None:
     from regrow.forecast.settle import settled
 

@@ -2,22 +2,63 @@
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from regrow.drill.nodes import local_nodes
+from regrow.drill.processes import of_ray
 from regrow.runtime.interrupts import SAME_ASK_S
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.memory.slots import Committed
 from regrow.storage import Storage
-from support.cluster import SMALL, Job
+from support.cluster import ROOT, SMALL, Job
 
 pytestmark = pytest.mark.timeout(900)
 SLOW = ["model.dim=256", "model.ffn_dim=704", "data.seq_len=128"]  # a step of a third of a second
 TWO = [*SMALL, *SLOW, "cluster.min_workers=2", "cluster.max_workers=2", "cluster.cpus_per_worker=2"]
 ENDLESS = [*TWO, "train.steps=100000", "checkpoint.every_steps=100000", "snapshot.every_steps=1"]
+PREPARES = """
+import threading
+from jobs import pretrain
+from regrow.config.store import run_job
+from regrow.runtime import driver
+
+def find_corpora(*_, **__):
+    print("preparing a corpus", flush=True)
+    threading.Event().wait()
+
+driver.find_corpora = find_corpora
+run_job(pretrain.main, name="pretrain")
+"""
+
+
+@pytest.mark.parametrize("where", ["starting Ray on this machine", "preparing a corpus"])
+def test_sigterm_before_there_is_a_run_is_as_ctrl_c(storage: Path, where: str) -> None:
+    """Before, Ray took the signal: status 15 without a word, or a stack of C++ and SIGABRT."""
+    with tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        job = subprocess.Popen(
+            [sys.executable, "-c", PREPARES, *SMALL, f"run.storage_path={storage}"],
+            cwd=ROOT,
+            env={**os.environ, "RAY_TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert job.stdout is not None
+        before = next(line for line in job.stdout if where in line)
+        for _ in range(2):  # as GNU `timeout` does
+            os.killpg(job.pid, signal.SIGTERM)
+        printed = before + job.communicate(timeout=120)[0]
+        assert job.returncode == 130, printed
+        assert printed.endswith("\ninterrupted\n")
+        assert "Traceback" not in printed
+        assert of_ray(folder) == []
 
 
 def committed_in_memory(job: Job) -> int:

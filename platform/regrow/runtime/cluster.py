@@ -2,8 +2,10 @@
 
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -42,12 +44,13 @@ def cluster_for(config: ClusterConfig, unit: int = 1) -> Iterator[Connection]:
     them together.
     """
     nodes = None
-    if config.address is not None:
-        context = _join(config)
-    elif config.local_nodes == 0:
-        context = _start_one(config)
-    else:
-        context, nodes = _start_several(config)
+    with _own_sigterm():
+        if config.address is not None:
+            context = _join(config)
+        elif config.local_nodes == 0:
+            context = _start_one(config)
+        else:
+            context, nodes = _start_several(config)
     try:
         check_room(config, unit)
         session_dir = context.address_info["session_dir"]
@@ -225,6 +228,23 @@ def _out_of_our_group() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """A handler of SIGTERM that this process has stays what it is: Ray takes the signal where it starts or joins."""
+    from ray._private import utils
+
+    own, take = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
+    if own in (None, signal.SIG_DFL) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = take
+        signal.signal(signal.SIGTERM, own)  # Ray's C++ has taken it, too, to print its stack and abort
 
 
 @contextmanager
