@@ -117,18 +117,20 @@ def test_a_mistake_ends_in_one_line_that_names_the_fix(arguments: list[str], lin
     assert time.monotonic() - begun < 30  # a deadline, not a measurement
 
 
+@pytest.mark.parametrize("secret", ["word", "wo/rd+/x"])
 @pytest.mark.parametrize(
     "setting",
-    ["run.storage_path", "data.source", "data.tokenizer", "+data.corpora.web"],
+    ["run.storage_path", "data.source", "data.tokenizer", "+data.corpora.web", "parallel.compile_cache"],
     ids=lambda name: name.lstrip("+"),
 )
-def test_credentials_in_a_uri_are_refused_and_not_shown(setting: str) -> None:
-    config = pretrain_config([f"{setting}=s3://me:word@bucket/x"])
+def test_credentials_in_a_uri_are_refused_and_not_shown(setting: str, secret: str) -> None:
+    config = pretrain_config([f"{setting}=s3://me:{secret}@bucket/x"])
     for rules in (check, check_data):
         with pytest.raises(ConfigError, match=rf"^{setting.lstrip('+')} has .*AWS_SECRET_ACCESS_KEY") as caught:
             rules(config)
-        assert "word" not in str(caught.value).replace("password", "")
-    check(pretrain_config([f"{setting}=s3://bucket/a:b@c", "data=text_files"]))  # no credentials
+        assert secret not in str(caught.value).replace("password", "")
+    for place in ("s3://bucket/a:b@c", "hdfs://node:8020/a@b"):  # no credentials
+        check(pretrain_config([f"{setting}={place}", "data=text_files"]))
 
 
 @pytest.mark.parametrize(

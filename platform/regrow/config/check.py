@@ -26,7 +26,7 @@ from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
 from regrow.plan.mixture import plan_mixture
 from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
 
-CREDENTIALS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # in a URI
+CREDENTIALS = re.compile(r"://[^\s:@/]*:(?!\d+/)[^\s@]+@")  # in a URI; secrets may have a slash, behind a port is a path
 BFLOAT16_BETA = 0.99  # most with moments in bfloat16, which rounds changes of up to 2^-8 away; 1 - beta is the largest
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
@@ -171,7 +171,8 @@ def places_read(data: DataConfig) -> list[tuple[str, str | None]]:
 
 def _check_no_credentials(config: PretrainConfig) -> None:
     """No line shows what it refuses; so this comes before all that may show a place."""
-    for setting, place in [("run.storage_path", config.run.storage_path), *places_read(config.data)]:
+    written = [("run.storage_path", config.run.storage_path), ("parallel.compile_cache", config.parallel.compile_cache)]
+    for setting, place in [*written, *places_read(config.data)]:
         _need(
             not CREDENTIALS.search(place or ""),
             f"{setting} has a user and a password in its URI, which logs and reports would show; leave them out, and "
