@@ -26,7 +26,7 @@ from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
 from regrow.plan.mixture import plan_mixture
 from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
 
-CREDENTIALS = re.compile(r"://[^\s:@/]*:(?!\d+/)[^\s@]+@")  # in a URI; secrets may have a slash, behind a port is a path
+CREDENTIALS = re.compile(r"://[^\s:@/]*:(?!\d+/)[^\s@]+@")  # in a URI; behind a port is a path
 BFLOAT16_BETA = 0.99  # most with moments in bfloat16, which rounds changes of up to 2^-8 away; 1 - beta is the largest
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
