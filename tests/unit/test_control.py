@@ -1568,6 +1568,18 @@ def test_a_link_may_be_given_up_any_number_of_times() -> None:
         assert links.try_again(now)
 
 
+def test_a_link_that_was_whole_for_long_is_given_up_for_as_long_as_the_first_time() -> None:
+    """Before, blips of 6 s ten days apart gave it up for 30, 60, 120, 240 and 480 s."""
+    links, now = Links(), 0.0
+    for whole_s in (0.0, AT_MOST_S + 1.0, 864_000.0):
+        assert not links.refused("a", "b", 0.0, now + whole_s)
+        assert links.refused("a", "b", 0.0, now := now + whole_s + REFUSED_S)
+        assert not links.try_again(now + AGAIN_S - 1.0)
+        assert links.try_again(now := now + AGAIN_S + 1.0)
+    assert links.refused("a", "b", REFUSED_S, now := now + AT_MOST_S - 1.0)
+    assert not links.try_again(now + 2 * AGAIN_S - 1.0), "twice as long, as it was not whole for long"
+
+
 def test_links_that_are_given_up_together_move_all_copies_once() -> None:
     told = training([f"n{number}" for number in range(8)])
     peers = dict(told.peers)

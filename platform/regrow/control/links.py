@@ -12,6 +12,7 @@ class Links:
         self._refused_since: dict[tuple[str, str], float] = {}
         self._broken: dict[tuple[str, str], float] = {}  # and until when
         self._again_s: dict[tuple[str, str], float] = {}  # for how long it is given up the next time
+        self._tried_at: dict[tuple[str, str], float] = {}  # when it was tried again
 
     def begin(self) -> None:
         """Another generation's copies begin: a refusal before them says nothing of how long a link does not do."""
@@ -22,6 +23,8 @@ class Links:
         since = self._refused_since.setdefault((node, peer), now - tried_s)
         if now - since < REFUSED_S:
             return False
+        if since - self._tried_at.get((node, peer), since) > AT_MOST_S:  # it was whole for long
+            del self._again_s[node, peer]
         self._broken[node, peer] = now + (again_s := self._again_s.get((node, peer), AGAIN_S))
         self._again_s[node, peer] = min(2 * again_s, AT_MOST_S)
         del self._refused_since[node, peer]
@@ -58,4 +61,5 @@ class Links:
         over = [link for link, until in self._broken.items() if now > until]
         for link in over:
             del self._broken[link]
+            self._tried_at[link] = now
         return bool(over)
