@@ -411,6 +411,18 @@ def test_the_interval_of_checkpoints_is_that_of_the_way_that_is_due_first(ways: 
     assert value(figures, "checkpoint_interval_seconds") == pytest.approx(expected)
 
 
+def test_the_step_that_compiles_does_not_count_for_the_interval_of_checkpoints() -> None:
+    """Before, 500 steps of 6 s were told as 150,000 s after one of 300 s, and no alert of old checkpoints came."""
+    figures, now = make_figures(), T0
+    for step in range(1, 6):
+        now += 300.0 if step in (1, 4) else 6.0
+        row = make_row(step, 300.0 if step in (1, 4) else 6.0) | {"generation": 1 + (step > 3)}
+        figures.row(row, now)
+        figures.tick(now)
+        if step > 1:
+            assert value(figures, "checkpoint_interval_seconds") == pytest.approx(6.0 * 100)
+
+
 def test_before_the_first_automatic_checkpoint_the_interval_is_that_to_the_first() -> None:
     """Without one, no alert told that storage had refused every checkpoint from the beginning."""
     cadence = make_cadence(every_steps=None, automatic=True)

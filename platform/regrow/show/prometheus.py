@@ -189,7 +189,7 @@ class Figures:
         train, cluster = config.train, config.cluster
         self._tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
         self._cadence, self._takes_snapshots = cadence, takes_snapshots(config.snapshot)
-        self._step_s = 0.0  # smoothed
+        self._step_s, self._generation = 0.0, 0  # smoothed, without each generation's first step, which compiles
         self._set("regrow_running", 1)
         self._target_steps = last_step(train.steps, train.stop_at_step)
         self._set("regrow_target_steps", self._target_steps)
@@ -210,7 +210,9 @@ class Figures:
     def row(self, row: Row, now: float) -> None:
         """A step has just ended."""
         self._history.on(row, now)
-        self._step_s = 0.9 * self._step_s + 0.1 * row["step_s"] if self._step_s else row["step_s"]
+        if row["generation"] == self._generation:
+            self._step_s = 0.9 * self._step_s + 0.1 * row["step_s"] if self._step_s else row["step_s"]
+        self._generation = row["generation"]
         self._add("regrow_steps_total", 1)
         self._add("regrow_tokens_total", self._tokens_per_step)
         self._add("regrow_step_seconds_total", row["step_s"])
