@@ -204,7 +204,11 @@ class _Opened:
     """A file system that a folder and those below it share."""
 
     fs: Any
-    again_at: float = -math.inf  # Unix time, for this goes from host to host
+    again_at: float = -math.inf  # when it was opened anew, of this host's monotonic clock
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another host, which has a clock of its own."""
+        return {"fs": self.fs, "again_at": -math.inf}
 
 
 class RemoteStorage(Storage):
@@ -371,7 +375,7 @@ class RemoteStorage(Storage):
 
     def _open_anew(self) -> None:
         """S3 is: its clients read a file of credentials once, and what they read may have ended since."""
-        opened, now = self._opened, time.time()
+        opened, now = self._opened, time.monotonic()
         if opened.fs.type_name != "s3" or now - opened.again_at < OPEN_ANEW_S:
             return
         opened.again_at = now

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import verify
 from regrow.errors import DataError
 from regrow.progress import Task
-from regrow.storage import Storage, StorageUnreachable
+from regrow.storage import RemoteStorage, Storage, StorageUnreachable
 from support.corpus import WordRecipe, write_rows
 from support.s3 import Faults, s3_server
 
@@ -271,6 +272,22 @@ def test_credentials_that_a_file_has_anew_are_taken_once_the_old_ones_have_ended
         patch.setattr(storage_module, "OPEN_ANEW_S", 0.0)
         assert run.create("COMMIT-3", b"next")
         assert run.read_bytes("a") == b"old"
+
+
+def test_a_store_is_opened_anew_whatever_is_done_to_the_clock_and_on_another_host_too(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, not for as long as the clock was set back; hosts' steady clocks differ, so none travels."""
+    storage, wall = Storage.at(bucket), time.time
+    assert isinstance(storage, RemoteStorage)
+    storage._open_anew()
+    elsewhere = pickle.loads(pickle.dumps(storage))
+    assert elsewhere._opened.again_at == -math.inf
+    monkeypatch.setattr(storage_module, "OPEN_ANEW_S", 0.0)
+    monkeypatch.setattr(time, "time", lambda: wall() - 3600.0)
+    before = storage.fs
+    storage._open_anew()
+    assert storage.fs is not before
 
 
 def test_a_write_that_breaks_off_leaves_no_cut_file(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

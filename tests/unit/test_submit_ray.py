@@ -189,8 +189,9 @@ class Breaks:
         return answer
 
     def list_jobs(self) -> list[Any]:
+        times = {"start_time": 1, "end_time": None, "message": "it runs"}
         job = SimpleNamespace(
-            submission_id="raysubmit_1", status=JobStatus.RUNNING, metadata={"regrow_run": "mine"}, start_time=1
+            submission_id="raysubmit_1", status=JobStatus.RUNNING, metadata={"regrow_run": "mine"}, **times
         )
         return cast(list[Any], self._answer("list_jobs", [job]))
 
@@ -199,6 +200,12 @@ class Breaks:
 
     def get_job_status(self, job: str) -> JobStatus:
         return cast(JobStatus, self._answer("get_job_status", JobStatus.RUNNING))
+
+
+def test_jobs_are_told_with_the_zone_of_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As jobs.status tells it; before, by this machine's zone, which was not said."""
+    (line,) = jobs_of(Breaks("", OSError()), monkeypatch).describe()
+    assert "started 1970-01-01 00:00:00 UTC" in line
 
 
 GONE = [

@@ -18,6 +18,7 @@ from regrow.config.check import places_read
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError
 from regrow.record.provenance import top_of_checkout
+from regrow.show.units import when
 from regrow.storage import local_path
 from regrow.submit.kuberay import LostSight
 from regrow.submit.pods import stop_s
@@ -206,4 +207,4 @@ class RayJobs:
 
 
 def _clock(milliseconds: int | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((milliseconds or 0) / 1000)) if milliseconds else "?"
+    return when(milliseconds / 1000) if milliseconds else "?"
