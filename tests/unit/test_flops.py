@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from regrow.config.schema import Dtype, ModelConfig
+from regrow.forecast.devices import DEVICES, find_device
 from regrow.model.size import flops_per_token
 from regrow.runtime.hardware.peak import measure_peak_flops, peak_flops
 
@@ -25,12 +26,21 @@ def test_a_given_peak_is_used_and_said_to_be_given():
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GB300", 2500),
     ],
 )
 def test_known_gpus_are_found_by_the_name_that_torch_gives(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda"), Dtype.bfloat16).flops == tflops * 1e12
+
+
+def test_each_gpu_is_found_by_its_own_name():
+    """A name that contains another one stands before it."""
+    assert [find_device(f"NVIDIA {device.name}") for device in DEVICES] == list(DEVICES)
 
 
 def test_a_measured_peak_is_plausible_and_says_what_was_measured():

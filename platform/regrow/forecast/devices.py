@@ -41,18 +41,24 @@ class Device:
     has_float8: bool = True  # multiplies float8 matrices, or emulates that as a CPU does
 
 
-# a name that contains another one stands before it
+# A name that contains another one stands before it. Dense figures are half of what data sheets have with sparsity.
+# H200 NVL's 1,671 and 3,341 TFLOPS are taken from NVIDIA's H200 page, not looked up again; GB200's, B300's and GB300's
+# from the data sheets of GB200 NVL72, GB300 NVL72 and HGX as others quote them (186, 270 and 279 GB).
 DEVICES = (
     Device("H100 PCIe", 79 * GIB, 756e12, 1513e12, 2.04e12, 64e9),
     Device("H100 NVL", 93 * GIB, 835e12, 1671e12, 3.94e12, 300e9),
     Device("H100", 79 * GIB, 989e12, 1979e12, 3.35e12, 450e9),
     Device("GH200 144G", 140 * GIB, 989e12, 1979e12, 4.9e12, 450e9),
     Device("GH200", 95 * GIB, 989e12, 1979e12, 4.0e12, 450e9),  # its name ends in 480GB, which is the host's
+    Device("H200 NVL", 140 * GIB, 835e12, 1671e12, 4.8e12, 450e9),
     Device("H200", 140 * GIB, 989e12, 1979e12, 4.8e12, 450e9),
     Device("A100-PCIE-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 32e9, has_float8=False),
     Device("A100-SXM4-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 300e9, has_float8=False),
     Device("A100 80GB PCIe", 79 * GIB, 312e12, 312e12, 1.935e12, 32e9, has_float8=False),
     Device("A100", 79 * GIB, 312e12, 312e12, 2.04e12, 300e9, has_float8=False),
+    Device("GB300", 277 * GIB, 2500e12, 5000e12, 8.0e12, 900e9),
+    Device("B300", 268 * GIB, 2250e12, 4500e12, 7.7e12, 900e9),
+    Device("GB200", 184 * GIB, 2500e12, 5000e12, 8.0e12, 900e9),
     Device("B200", 178 * GIB, 2250e12, 4500e12, 7.7e12, 900e9),
 )
 
