@@ -270,8 +270,8 @@ def init_weights(model: Llama, seed: int) -> None:
 
     Standard deviations follow torchtitan's Llama 3: 1 for an untied embedding, INIT_STD for matrices, divided by
     sqrt(2 * (layer + 1)) for those that write to the residual stream, 1/sqrt(D) for the output projection; norms are
-    1. Here the output's never exceeds INIT_STD, so that small models too start near a loss of log(V), and all normals
-    are cut at TRUNCATE_AT deviations.
+    1. Here the output's never exceeds INIT_STD, so that small models too start near a loss of log(V), w3's is not
+    divided, as torchtitan's is, and all normals are cut at TRUNCATE_AT deviations.
     """
     init_buffers(model)
     with torch.no_grad():
