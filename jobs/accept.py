@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         return accept(parse(arguments), arguments)
-    except RegrowError as error:
+    except (RegrowError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # where no check runs; one that does is not tested

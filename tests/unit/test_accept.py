@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import accept as accept_job
 
 from regrow.accept import checks_cluster, checks_kernels, checks_one_gpu, checks_one_node, checks_training
 from regrow.accept.claims import CHECKS, Check, Claim, Finding, NotTested, Part, Report, State, read_report
@@ -401,6 +402,17 @@ def test_ctrl_c_where_no_check_runs_is_a_word_and_no_traceback() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, a traceback after the first check, and what it had found was lost."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("regrow.accept.main.run_checks", lambda *_, **__: pytest.fail("a check has run"))
+    assert accept_job.main([f"accept.out={tmp_path}/file", "accept.only=host_shm"]) == 1
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"error: .*/file is no folder to write to .*; set accept.out to one\n", printed.err)
 
 
 def test_losses_that_are_no_numbers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from regrow.accept.runner import Machine, Outcome, look_at, run_checks
 from regrow.config.plain import models
 from regrow.errors import ConfigError
 from regrow.record.provenance import git_sha, hardware, versions
+from regrow.storage import make_folder
 
 FILE = "accept.json"
 TITLES = {
@@ -131,8 +132,10 @@ def _near(key: str) -> str:
 
 
 def accept(options: Options, arguments: Sequence[str]) -> int:
-    """Run the checks; the exit status. Raises ConfigError for a claim that there is not."""
+    """Run the checks; the exit status. Raises ConfigError for a claim that there is not, and StorageError where there
+    is no folder to write to."""
     checks = chosen(options)
+    make_folder(options.out, "accept.out")
     began, machine = time.monotonic(), look_at(options.gpus)
     print(f"{describe(machine)}; torch {machine.torch or 'none'}", flush=True)
     outcome, running = Outcome(), False
