@@ -73,7 +73,7 @@ class Root:
             c.ReadBackAll: self.fleet.read_back_all,
             c.PublishIndex: lambda command: (self.fleet if command.by else self.publisher).publish_index(command),
             c.PublishCommit: self.publisher.publish_commit,
-            c.Delete: lambda command: self.publisher.delete(),
+            c.Delete: self.publisher.delete,
         }
         for command in self.control.on(event, time.time()):
             self.commands.append(command)

@@ -43,6 +43,7 @@ from regrow.train import saver as saver_module
 from support.gloo import RankError, run_ranks
 
 RUN, GENERATION, SLOTS = "0123456789abcdef", 3, 2
+OLD = (1, 2, 3, 4)  # steps of checkpoints that are there; the first one alone is known to be right
 
 
 class Coordinator:
@@ -63,12 +64,13 @@ class Coordinator:
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=partial(self._called, name))
 
-    def _called(self, name: str, *arguments: Any) -> None:
+    def _called(self, name: str, *arguments: Any) -> int | None:
         self.calls.append((name, *arguments))
         if name == "commit":
             assert self.knows_it_takes_long, "who writes a checkpoint would be given up as stuck"
             _, step_folder, pointer = arguments
             self.storage.write_bytes(f"{step_folder}/{COMMIT}", pointer)
+        return OLD[0] if name == "spared_step" else None
 
 
 def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], float, bool]:
@@ -111,10 +113,14 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     for number in range(1, SLOTS + 3):
         keep(number)
     assert snapshots.begun == SLOTS
+    by = {"run_id": RUN, "generation": GENERATION, "coordinates": coordinates}
+    for old in OLD:
+        save(coordinator.storage, entries, scalars=Progress(old, 0, 0).to_dict(), **by)
     waited_s = keep(SLOTS + 3)
     snapshots.close()
     dist.barrier()
-    (newest,) = committed_steps(coordinator.storage)
+    newest, *rest = committed_steps(coordinator.storage)
+    assert rest == [OLD[-1], OLD[0]]
     index = open_checkpoint(coordinator.storage, newest, run_id=RUN)
     other = built(seed=1)
     restored = training_entries(other, build_optimizer(other, OptimConfig()), inner_tensor=inner_tensor)
@@ -130,7 +136,7 @@ def test_checkpoints_are_asked_for_and_the_last_is_written_by_the_ranks_themselv
     assert [call[:3] for call in first[0][: SLOTS + 2]] == [
         ("want_checkpoint", GENERATION, step) for step in range(1, SLOTS + 3)
     ]
-    assert [call[0] for call in first[0][SLOTS + 2 :]] == ["commit", "event"]
+    assert [call[0] for call in first[0][SLOTS + 2 :]] == ["commit", "event", "spared_step"]
     assert second[0] == []
     for seen, waited_s, restored in (first, second):
         assert waited_s >= 0.5, seen

@@ -100,7 +100,7 @@ class FiledWorld(World):
 
     def _do_Delete(self, command: c.Delete) -> None:
         super()._do_Delete(command)
-        self.publisher.delete()
+        self.publisher.delete(command)
         self.publisher.done()
 
     def is_stored(self, version: Version) -> bool:

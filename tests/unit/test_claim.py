@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import pytest
 
+from regrow.control.commands import Delete
 from regrow.errors import ResumeError
 from regrow.record import claim as module
 from regrow.record.claim import Claim, Superseded
@@ -118,7 +119,7 @@ def test_the_newer_of_two_writers_fences_the_older_one_off_at_its_commit_and_its
     with pytest.raises(Superseded):
         old_log.begin(2, 0)
     old_publisher.withdraw(2)
-    old_publisher.delete()
+    old_publisher.delete(Delete())
     assert old_publisher.close()
     (deleted,) = old_publisher.done()
     assert "written by another job now" in deleted.problem  # type: ignore[union-attr]

@@ -27,6 +27,7 @@ from ray.exceptions import RayTaskError
 from regrow.config.check import check
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig, SnapshotConfig
 from regrow.control import health
+from regrow.control.commands import Delete
 from regrow.control.core import Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
@@ -873,7 +874,7 @@ def test_a_slow_deletion_of_old_checkpoints_does_not_fail_a_job_that_is_done(
     made, going_on = make(tmp_path), threading.Event()
     monkeypatch.setattr(publisher, "try_retain", lambda folder, **rest: going_on.wait(60.0) or "")
     monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
-    made.shell.publisher.delete()
+    made.shell.publisher.delete(Delete())
     begun = time.monotonic()
     assert (
         made.close(4, "finished", "", keep=False)

@@ -213,11 +213,11 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", refuse)
-        publisher.delete()
+        publisher.delete(c.Delete())
         (deleted,) = until(publisher.done)
     assert folder.list() == ["step-00000001", "step-00000003", "step-00000004"]
     assert "next one tries again: [Errno 13] Permission denied: 'part'" in deleted.problem
-    publisher.delete()
+    publisher.delete(c.Delete())
     assert until(publisher.done) == [e.Deleted("")]
     assert folder.list() == ["step-00000003", "step-00000004"]
     publisher.close()
@@ -243,7 +243,7 @@ def test_a_commit_does_not_wait_for_the_deletion_of_old_checkpoints_which_spares
     for step in (5, 20, 30):
         save_one_by_one(folder, [whole_entry("w", torch.zeros(3))], scalars={"step": step}, run_id="run")
     (folder / "step-00000010").write_bytes("part", b"")
-    publisher.delete()
+    publisher.delete(c.Delete())
     assert Slow.begun.wait(60.0)
 
     version, tensors = Version(2, 10), {0: {"w": ("float64", (1,))}}
@@ -279,7 +279,7 @@ def test_what_one_piece_of_work_fails_with_takes_no_other_along(
 
     publisher = Publisher(Broken(tmp_path), "run", keep=2, flush_log=lambda: None)
     publisher.withdraw(10)
-    publisher.delete()  # waits for that
+    publisher.delete(c.Delete())  # waits for that
     publisher.close(60.0)
     assert publisher.done() == [e.Deleted("")]
     assert "a mistake of ours" in capfd.readouterr().err

@@ -199,13 +199,38 @@ def test_checkpoints_of_states_that_are_not_verified_count_no_more() -> None:
 
 def test_the_newest_verified_checkpoint_is_not_deleted_for_later_ones() -> None:
     steps = StoredSteps([5])
-    steps.keep = 2
+    steps.keep, steps.compared = 2, True
     steps.add(10)
     assert steps.deletions == [c.Delete()]  # 10 and 5 stay
     steps.add(20)
-    assert steps.deletions == []
+    assert steps.deletions == [c.Delete(spared=5)]
     steps.verify(19)
     assert steps.deletions == [c.Delete()]
+
+
+def test_nothing_is_deleted_while_each_checkpoint_may_yet_be_the_newest_verified_one() -> None:
+    steps = StoredSteps([], verified=0)
+    steps.keep, steps.compared = 2, True
+    for step in (10, 20, 30):
+        steps.add(step)
+    assert (steps.spared, steps.deletions) == (None, [])
+    steps.compared = False  # one unit is left, which is taken on trust
+    assert steps.deletions == [c.Delete()]
+
+
+def test_checkpoints_of_a_group_of_one_unit_are_deleted_and_no_snapshot_waits_for_a_verification() -> None:
+    """A group that shrank to it filled its storage, and had one slot fewer for as long as it went on."""
+    told = Told(verify_every_steps=20, min_workers=1, max_workers=2, checkpoint=CheckpointConfig(every_steps=10))
+    told.form(one(0, "a"))
+    told.begin("a", 60)
+    for number, step in enumerate(range(70, 170, 10), start=1):
+        told.seal(Version(1, step), {"a": ()})
+        told(e.Written(number, "a"))
+        told(e.IndexWritten(number))
+        told(e.CheckpointCommitted(number, step, 1))
+        told(e.HasReadBack(number, "a", ""))
+    assert len(told.of(c.Delete)) == 10
+    assert told.control.snapshots.commits.kept == ()
 
 
 CHECKPOINTS_BY_RANKS = CheckpointConfig(every_steps=None, every_minutes=1e6, keep=2)
@@ -225,7 +250,7 @@ def test_a_coordinator_that_is_restarted_does_not_delete_the_newest_verified_che
     outcome(told, 6)
     write(told, 15, 25)
     again = taken_up(told, stored=[25, 15, 5], checkpoint=CHECKPOINTS_BY_RANKS)
-    assert again.of(c.Delete) == []
+    assert again.of(c.Delete) == [c.Delete(spared=5)]
     outcome(again, 30, odd=(1,))
     outcome(again, 31, odd=(1,))
     assert [each.step for each in again.of(c.NoteDamaged)] == [25, 15]

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from regrow.control.membership import Member
-from regrow.control.values import NEVER, Peer, Version
+from regrow.control.values import NEVER, NOTHING, Peer, Version
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,9 @@ class NoteDamaged:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete checkpoints that are more than is kept."""
+    """Delete checkpoints that are more than is kept, but for that of step `spared`; NOTHING: none is."""
+
+    spared: int = NOTHING
 
 
 Command = (

@@ -31,7 +31,8 @@ class Corruptions:
         self.verification.limit = past.limit
         self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
         self._told_alone: set[str] = set()  # nodes
-        snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
+        steps = snapshots.checkpoints.steps
+        steps.keep, steps.compared = config.checkpoint.keep if self._verifies else 0, self._verifies
         self._replicas = Replicas()
         self.found = 0  # corruptions that were recorded
         self._unconfirmed = ""  # what units differed in, in the newest verification
@@ -50,8 +51,10 @@ class Corruptions:
         verification.begin(members, self._meshes[len(members)], start_step, trained=trained)
         self._replicas.begin()
         self._unconfirmed = ""
-        self._snapshots.checkpoints.steps.verify(verification.verified)
-        if self._verifies:
+        steps = self._snapshots.checkpoints.steps
+        steps.verify(verification.verified)
+        steps.compared = self._verifies and verification.mesh.num_units > 1
+        if steps.compared:
             verifies = start_step + 1 if trained is None else verification.next_after(trained)
             self._snapshots.commits.expect(verifies)
 

@@ -18,7 +18,8 @@ class StoredSteps:
         taken for right. None: all of them, as by a job that begins."""
         self._steps, self._damaged = list(steps), list[int]()
         self._verified = self.newest if verified is None else verified  # states up to that of this step are
-        self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
+        self.keep = 0  # so many are kept, and the newest verified one; 0: none is verified at all
+        self.compared = False  # units of the group that trains are, with each other
 
     @property
     def newest(self) -> int:
@@ -48,9 +49,18 @@ class StoredSteps:
         self._damaged.append(step)
 
     @property
+    def spared(self) -> int | None:
+        """The newest verified one, where it would be among the old ones that are deleted; NOTHING: it is not. None:
+        nothing is to be deleted, as the next verification may be of any. A unit alone is taken on trust."""
+        if not self.keep or len(self._later) < self.keep:
+            return NOTHING
+        verified = max((each for each in self._steps if each <= self._verified), default=NOTHING)
+        return None if self.compared and verified == NOTHING else verified
+
+    @property
     def deletions(self) -> list[Delete]:
-        """That of old ones, unless the newest verified one would be among them."""
-        return [] if self.keep and len(self._later) >= self.keep else [Delete()]
+        """That of old ones."""
+        return [] if self.spared is None else [Delete(self.spared)]
 
     @property
     def _later(self) -> list[int]:

@@ -95,6 +95,10 @@ class Verified:
         """The newest step that a group may begin from, after a corruption was found; None: any."""
         return self.shell.control.corruptions.limit
 
+    def spared_step(self) -> int | None:
+        """For a rank that deletes old checkpoints; see `control.read_back.StoredSteps.spared`."""
+        return self.shell.control.snapshots.checkpoints.steps.spared
+
     def _take(self, event: e.Verified | e.Sealed) -> None:
         corruptions = self.shell.control.corruptions
         before = corruptions.found

@@ -184,11 +184,16 @@ class GenerationHooks:
         stall_s = time.perf_counter() - begun
         fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
         self._event("checkpoint", fields)
-        kept = self._job.config.checkpoint
-        if self._rank == 0 and (
-            problem := catalog.try_retain(
-                folder, keep=kept.keep, keep_every_steps=kept.keep_every_steps, run_id=self._job.run_id
-            )
+        if self._rank == 0:
+            self._delete_old(folder)
+
+    def _delete_old(self, checkpoints: Storage) -> None:
+        """Those that are more than is kept, but for what the coordinator knows to be right."""
+        self._hear_all()
+        kept, spared = self._job.config.checkpoint, self._coordinator.spared_step()
+        counts = {"keep": kept.keep, "keep_every_steps": kept.keep_every_steps}
+        if spared is not None and (
+            problem := catalog.try_retain(checkpoints, **counts, apart={spared}, run_id=self._job.run_id)
         ):
             self._event("note", {"text": problem})
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import cast
 
 from regrow.control import events as e
-from regrow.control.commands import NoteDamaged, PublishCommit, PublishIndex, Write, WriteAll
+from regrow.control.commands import Delete, NoteDamaged, PublishCommit, PublishIndex, Write, WriteAll
 from regrow.control.values import Version
 from regrow.errors import first_line
 from regrow.record.claim import Superseded
@@ -153,11 +153,11 @@ class Publisher:
 
         self._working.append(self.thread.submit(note))
 
-    def delete(self) -> None:
+    def delete(self, command: Delete) -> None:
         """Delete checkpoints that are more than is kept."""
-
         earlier = tuple(self._working)  # notes of what is damaged among them
         apart = {each.moment.step for number, each in self._uploads.items() if number not in self._stored}
+        apart.add(command.spared)
 
         def delete() -> e.Event:
             wait(earlier)

@@ -129,7 +129,7 @@ class Shell:
             c.PublishCommit: self.publisher.publish_commit,
             c.Withdraw: lambda command: self.publisher.withdraw(command.step),
             c.NoteDamaged: self.publisher.note_damaged,
-            c.Delete: lambda command: self.publisher.delete(),
+            c.Delete: self.publisher.delete,
         }
 
     @property
