@@ -1,15 +1,19 @@
 """A Ray that does not start is one clear line, whatever Ray raises."""
 
 import socket
+from collections.abc import Callable
+import errno
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from typing import Any
 
 import pytest
 import ray
+from jobs import prepare_data
 from ray._private import ray_constants, services
 
-from regrow.config.schema import ClusterConfig
+from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.errors import ClusterError
 from regrow.runtime import cluster
 from regrow.runtime.cluster import cluster_for, patient_start, room_for
@@ -28,6 +32,30 @@ def test_a_ray_that_does_not_start_is_one_line(
         pass
     assert "\n" not in str(caught.value)
     assert f"{folder}/ray/session_latest/logs" in str(caught.value)
+
+
+def test_a_corpus_is_prepared_on_all_cores_of_a_machine_that_would_train_on_several_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, by one task a node: each had the one CPU of a worker that a cluster is asked for."""
+    handed: list[ClusterConfig] = []
+
+    class Done(Exception):
+        pass
+
+    def prepare_all(*settings: Any, distribute: Callable[..., Any], **more: Any) -> None:
+        distribute(int, [1])
+
+    def start(config: ClusterConfig) -> None:
+        handed.append(config)
+        raise Done
+
+    monkeypatch.setattr("regrow.data.prepare.prepare.find_or_prepare", prepare_all)
+    monkeypatch.setattr(cluster, "cluster_for", start)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(Done):
+        prepare_data.main(PretrainConfig(cluster=ClusterConfig(local_nodes=2, max_workers=8)))
+    assert [(each.local_nodes, each.max_workers, each.cpus_per_worker) for each in handed] == [(0, 1, 1)]
 
 
 @pytest.mark.parametrize("local_nodes", [0, 2])
@@ -56,6 +84,25 @@ def test_a_dashboard_whose_port_is_taken_has_the_next_free_one(
             pass
     assert {f"--port={port}", "--port-retries=50"} <= set(commands[0]), "its process tries this one and 50 more"
     assert ray_constants.DEFAULT_DASHBOARD_PORT == 8265
+
+
+@pytest.mark.parametrize("at", ["home/.ray/auth_token", "home/.ray", "home"])
+def test_a_home_without_room_for_rays_token_is_one_line_that_names_it(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, RAY_TMPDIR was named, which does not help."""
+
+    def init(**_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / at))
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ClusterError) as caught, cluster_for(ClusterConfig(address=None)):
+        pass
+    assert str(caught.value) == (
+        f"Ray did not start on this machine: [Errno 13] Permission denied: '{tmp_path / at}'. Ray keeps its token in "
+        "~/.ray: set HOME to a folder that can be written"
+    )
 
 
 def test_a_node_that_is_slow_to_come_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

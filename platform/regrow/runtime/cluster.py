@@ -258,6 +258,12 @@ def _starting() -> Iterator[None]:
         with patient_start(), _out_of_our_group():
             yield
     except Exception as error:
+        token = Path(os.path.expanduser("~/.ray/auth_token"))
+        if isinstance(error, OSError) and error.filename and token.is_relative_to(error.filename):
+            raise ClusterError(
+                f"Ray did not start on this machine: {first_line(error)}. Ray keeps its token in ~/.ray: set HOME to a "
+                "folder that can be written"
+            ) from error
         folder = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
         raise ClusterError(
             f"Ray did not start on this machine: {first_line(error)}; its logs are in {folder}/session_latest/logs. Is "
