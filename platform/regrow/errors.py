@@ -57,6 +57,10 @@ class EvaluationError(RegrowError):
     """A model cannot be evaluated as asked."""
 
 
+class GroupOver(Exception):
+    """What a rank waited for, or read, its group needs no more: that is over. No error of anything."""
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, short enough to stand in one of ours."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

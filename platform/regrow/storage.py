@@ -28,6 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 RETRY_DEADLINE_S = 120.0
 RETRY_AFTER_S = 0.5  # twice as long each time
+LOOK_S = 0.2  # between looks whether what waits for a store is still wanted
 OPEN_ANEW_S = 10.0  # from one time that a store which fails is opened anew to the next
 REQUESTS = 16  # to a store at a time, by `in_threads`
 PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501  # of HTTP
@@ -58,11 +59,17 @@ class Storage(ABC):
 
     is_local: bool = False
     retry_s: float | None = None  # that a remote store is asked again for, below it too; None: RETRY_DEADLINE_S
+    look: Callable[[], None] | None = None  # called before a read, and while one waits to ask again, here and below, by
+    # any thread: what it raises is raised
 
     @property
     def local_path(self) -> Path:
         """The folder as a path; only where `is_local`."""
         raise StorageError(f"{self} is not a local folder")
+
+    def _look(self) -> None:
+        if self.look is not None:
+            self.look()
 
     @abstractmethod
     def join(self, *names: str) -> "Storage":
@@ -134,17 +141,22 @@ class LocalStorage(Storage):
         return self.root
 
     def join(self, *names: str) -> "LocalStorage":
-        return LocalStorage(self.root.joinpath(*names))
+        below = LocalStorage(self.root.joinpath(*names))
+        below.look = self.look
+        return below
 
     def read_bytes(self, name: str) -> bytes:
+        self._look()
         with _named(self.root / name):
             return (self.root / name).read_bytes()
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        self._look()
         with _named(self.root / name), open(self.root / name, "rb") as file:
             return os.pread(file.fileno(), num_bytes, offset)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        self._look()
         filled = 0
         with _named(self.root / name), open(self.root / name, "rb", buffering=0) as file:
             file.seek(offset)
@@ -249,7 +261,7 @@ class RemoteStorage(Storage):
 
     def join(self, *names: str) -> "RemoteStorage":
         below = RemoteStorage(self.fs, "/".join([self.root, *names]), join_location(self.uri, *names))
-        below.retry_s, below._opened = self.retry_s, self._opened
+        below.retry_s, below.look, below._opened = self.retry_s, self.look, self._opened
         return below
 
     def read_bytes(self, name: str) -> bytes:
@@ -358,6 +370,7 @@ class RemoteStorage(Storage):
         retry_s = RETRY_DEADLINE_S if self.retry_s is None else self.retry_s
         give_up_at, wait_s = time.monotonic() + retry_s, RETRY_AFTER_S
         while True:
+            self._look()
             try:
                 return operation(path)
             except FileNotFoundError:
@@ -370,8 +383,14 @@ class RemoteStorage(Storage):
                 self._open_anew()
                 if time.monotonic() + wait_s > give_up_at:
                     raise StorageUnreachable(f"{self / name}: still failing after {retry_s:.0f} s: {error}") from error
-                time.sleep(wait_s)
+                self._wait(wait_s)
                 wait_s = min(2 * wait_s, 15.0)
+
+    def _wait(self, seconds: float) -> None:
+        while seconds > 0:
+            self._look()
+            time.sleep(min(seconds, LOOK_S))
+            seconds -= LOOK_S
 
     def _open_anew(self) -> None:
         """S3 is: its clients read a file of credentials once, and what they read may have ended since."""

@@ -18,10 +18,10 @@ import ray
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import Corpora, order_of
-from regrow.data.read.outage import GroupOver
 from regrow.data.stream.actor import KEPT_BACK, start_stream, stop_stream
 from regrow.data.stream.client import assemble, ways_to_ask
 from regrow.data.stream.dataset import block_of, window_table
+from regrow.errors import GroupOver
 from regrow.plan.batch import plan_batch
 from support.corpus import write_rows
 from support.streaming import consume_batches

@@ -32,8 +32,9 @@ from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.runtime.liveness.pulse import read_pulses
 from regrow.runtime.process import Process
 from regrow.runtime.trusted import Checkpoints
+from regrow.state.disk import reading as reading_module
 from regrow.state.disk.catalog import committed_steps, note_damaged, open_checkpoint
-from regrow.state.disk.format import COMMIT
+from regrow.state.disk.format import COMMIT, STORED_CHUNK_BYTES
 from regrow.state.disk.store import restore, save
 from regrow.state.entries import Entry, Progress, training_entries
 from regrow.state.memory.writer import Snapshots
@@ -243,6 +244,53 @@ def test_a_run_whose_verified_checkpoint_is_gone_does_not_begin_from_its_seed(
     ((refused, begun, later),) = run_ranks(restored_after_a_corruption, 1, tmp_path, verify_every_steps)
     assert "the checkpoint of step 20, the newest whose state is known to be right, is gone" in refused
     assert begun == later == (Progress(), "seed")
+
+
+def restored_while_its_group_breaks(storage: Path, at: str) -> tuple[str, int]:
+    """What a rank meets that reads a checkpoint, or looks which there are, as its group breaks; its requests."""
+    restore_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    mesh, config, breaker = build_mesh(plan_mesh(1, 1), "cpu"), PretrainConfig(), Breaker()
+    model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"), seed=0)
+    optimizer = build_optimizer(model, OptimConfig())
+    entries, place = training_entries(model, optimizer, inner_tensor=inner_tensor), coordinates_of(mesh)
+    scalars = Progress(30, 30 * config.optim.global_batch_seqs, 0).to_dict()
+    save(LocalStorage(storage), entries, scalars=scalars, run_id=RUN, generation=1, coordinates=place)
+    reading_module.READ_BYTES = STORED_CHUNK_BYTES
+    read_into, requests = LocalStorage.read_into, list[str]()
+
+    def slow(folder: LocalStorage, name: str, offset: int, buffer: memoryview) -> int:
+        num_bytes = read_into(folder, name, offset, buffer)
+        requests.append(name)
+        breaker.start()
+        return num_bytes
+
+    def look(folder: Any) -> Checkpoints:
+        breaker.start()
+        folder.read_bytes("step-00000030/COMMIT")
+        raise AssertionError("it is read")
+
+    LocalStorage.read_into = slow  # type: ignore[method-assign]
+    if at == "look":
+        Checkpoints.look = look  # type: ignore[method-assign,assignment]
+    none = SimpleNamespace(remote=lambda: None)
+    coordinator = SimpleNamespace(stored_step=SimpleNamespace(remote=lambda: 30), trusted_step=none)
+    job: Any = SimpleNamespace(config=config, checkpoints=str(storage), run_id=RUN, coordinator=coordinator)
+    step: Any = SimpleNamespace(model=model, optimizer=optimizer)
+    try:
+        restore_module.restore(job, 2, step, entries, mesh, place, None, is_over=lambda: breaker.begun)
+    except Exception as error:
+        return type(error).__name__, len(requests)
+    finally:
+        breaker.left()
+    return "", len(requests)
+
+
+@pytest.mark.parametrize(("at", "requests"), [("read", 1), ("look", 0)])
+def test_a_rank_that_reads_a_checkpoint_leaves_a_group_that_is_over_between_two_requests(
+    tmp_path: Path, at: str, requests: int
+) -> None:
+    """Before, it read on, and was ended after 45 s. And it is no error of this rank's: that could end the run."""
+    assert run_ranks(restored_while_its_group_breaks, 1, tmp_path, at) == [("GroupOver", requests)]
 
 
 def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:

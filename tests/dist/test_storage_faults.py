@@ -23,11 +23,11 @@ from regrow.control.membership import Member
 from regrow.control.states import RowAnswer
 from regrow.control.values import SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
-from regrow.data.read.outage import GroupOver, Patience, PatientReader
+from regrow.data.read.outage import Patience, PatientReader
 from regrow.data.read.shards import ShardReader
 from regrow.drill.breakable import KINDS
 from regrow.drill.hosts import why_impossible
-from regrow.errors import DataError, UnavailableError
+from regrow.errors import DataError, GroupOver, UnavailableError
 from regrow.record.log import METRIC_KEYS, read_events, read_metrics
 from regrow.runtime import log_writer, shell
 from regrow.runtime.actor import Coordinator

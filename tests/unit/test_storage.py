@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from regrow.errors import GroupOver
 from regrow.storage import LocalStorage, RemoteStorage, Storage, StorageError
 
 
@@ -101,6 +102,46 @@ def test_transient_errors_are_retried_and_lasting_ones_name_the_file(
     monkeypatch.setattr(storage, "open_file", lambda path: (_ for _ in ()).throw(kind("gone for good")))
     with pytest.raises(OSError, match=r"/file: still failing after 0 s: gone for good"):
         storage.read_bytes("file")
+
+
+def test_who_waits_for_a_store_that_fails_is_asked_whether_it_still_wants_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    import regrow.storage as module
+
+    storage = Storage.at(f"memory://{uuid.uuid4().hex}")
+    slept_s, looks = list[float](), list[int]()
+    monkeypatch.setattr(module.time, "sleep", slept_s.append)
+    monkeypatch.setattr(storage, "open_file", lambda path: (_ for _ in ()).throw(OSError("reset by peer")))
+
+    def look() -> None:
+        looks.append(len(slept_s))
+        if len(slept_s) == 20:
+            raise GroupOver("it is over")
+
+    storage.look = look
+    with pytest.raises(GroupOver):
+        storage.read_bytes("file")
+    assert max(slept_s) <= 0.5
+    assert set(looks) == set(range(21))
+    with pytest.raises(GroupOver):
+        (storage / "folder").read_bytes("file")
+
+
+def test_a_read_is_not_begun_where_none_wants_it_any_more(storage: Storage) -> None:
+    storage.write_bytes("folder/file", b"data")
+
+    def look() -> None:
+        raise GroupOver("it is over")
+
+    storage.look = look
+    below = storage / "folder"
+    reads: list[Callable[[], object]] = [
+        lambda: below.read_bytes("file"),
+        lambda: below.read_range("file", 1, 2),
+        lambda: below.read_into("file", 1, memoryview(bytearray(2))),
+    ]
+    for read in reads:
+        with pytest.raises(GroupOver):
+            read()
 
 
 def test_locations_are_paths_or_uris(tmp_path: Path) -> None:

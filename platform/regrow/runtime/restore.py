@@ -1,6 +1,7 @@
 """What a generation starts from: a step built for it, filled from the nodes' memory, from storage, or from the seed."""
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.control.phases import Phase
 from regrow.control.values import NOTHING
+from regrow.errors import GroupOver
 from regrow.model.linears import recipe_after
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.float8 import inner_tensor
@@ -61,7 +63,11 @@ def build_and_restore(process: Process, joined: Joined, mesh: DeviceMesh, breake
         return stream.submit(partial(make, after=after)).result()
 
     def filled() -> tuple[Progress, str]:
-        return stream.submit(partial(restore, job, generation, step, entries, mesh, place, process.memory)).result()
+        work = partial(restore, job, generation, step, entries, mesh, place, process.memory, is_over=is_over)
+        return stream.submit(work).result()
+
+    def is_over() -> bool:
+        return breaker.begun
 
     step, entries = built(expected)
     built_at = time.time()
@@ -125,6 +131,8 @@ def restore(
     mesh: DeviceMesh,
     place: Coordinates,
     memory: MemoryTier | None,
+    *,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Progress, str]:
     """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
 
@@ -132,10 +140,17 @@ def restore(
     has it noted, and the one before it taken; those noted before come last. `entries` are those of `built`,
     on a rank at this place of the mesh.
     Raises CheckpointError if all checkpoints are damaged, or one is another run's or of a version not read here; and
-    where of those that may be restored, after a corruption was found, none is there any more.
+    where of those that may be restored, after a corruption was found, none is there any more. Raises GroupOver where
+    the group `is_over` while storage is read.
     """
     reading = partial(memory.phase, Phase.restore) if memory is not None else nullcontext
+
+    def still_on() -> None:
+        if is_over():
+            raise GroupOver(f"generation {generation} was over before its state was read")
+
     folder, limit = Storage.at(job.checkpoints), _trusted(job)
+    folder.look = still_on
     stored = _newest_stored(job, limit)
     if memory is not None:
         restored = memory.restore(entries, place, at_least=max(0, stored))

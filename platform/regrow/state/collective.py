@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from regrow import errors
-from regrow.errors import RegrowError
+from regrow.errors import GroupOver, RegrowError
 from regrow.parallel.tree import Tree
 from regrow.parallel.world import members
 
@@ -84,6 +84,8 @@ def _outcome(work: Callable[[], Value]) -> Value | RegrowError:
         return work()
     except RegrowError as error:
         return error
+    except GroupOver:  # no rank waits any more
+        raise
     except Exception as error:  # storage raises many kinds; no rank may be left waiting
         return RegrowError(f"{type(error).__name__}: {error}")
 

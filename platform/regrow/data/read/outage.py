@@ -9,13 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrow.data.read.batch import RowReader, Rows
-from regrow.errors import UnavailableError, first_line
+from regrow.errors import GroupOver, UnavailableError, first_line
 
 RETRY_S, LOOK_S = 1.0, 0.2  # between tries, and between looks whether the group is over
-
-
-class GroupOver(Exception):
-    """The group that rows were waited for in is over."""
 
 
 @dataclass(frozen=True)

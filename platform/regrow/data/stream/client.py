@@ -12,8 +12,8 @@ import numpy as np
 import ray
 
 from regrow.data.read.batch import BatchLayout, RankBatch, RowReader, direct_batches
-from regrow.data.read.outage import GroupOver
 from regrow.data.stream.dataset import Block, block_of
+from regrow.errors import GroupOver
 from regrow.plan.order import Order
 
 if TYPE_CHECKING:
