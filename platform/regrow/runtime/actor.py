@@ -132,8 +132,7 @@ class Coordinator(Seats, Drained, Verified):
         events, past = _read(storage, checkpoints, restarted=restarted)
         self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)
         self.copies, self.settings = config.snapshot.copies, KeeperSettings.of(config.snapshot)
-        self._nodes_at = 0.0  # of the monotonic clock, when `neighbours` looks for nodes again
-        self._deadlines = Deadlines()
+        self._deadlines, self._nodes_at = Deadlines(), 0.0  # when `neighbours` looks for nodes again, monotonic clock
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
             config,
@@ -335,8 +334,7 @@ class Coordinator(Seats, Drained, Verified):
         are on nodes where some were started lately."""
         for node, pid, cause, detail in dead:
             self.shell.tell(e.Died(((node, pid),), left, cause, detail))
-        ahead_s = self.shell.now - time.time()
-        self.shell.tell(e.Notice(self._deadlines.on(ahead_s, draining), ahead_s))
+        self.shell.tell(self._deadlines.notice(draining, self.shell.now))
         self.shell.tell(e.Placed(dict(placed)))
 
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 
+from regrow.control.events import Notice
+
 ALIKE_S = 0.5  # between two clocks that are left as they are
 
 
@@ -21,12 +23,13 @@ def clock_of(ask: Callable[[], float]) -> Callable[[], float]:
 
 
 class Deadlines:
-    """Of nodes, in unix time, on a clock that no step of the host's moves."""
+    """Of nodes, in unix time, on control's clock, which no step of the host's moves."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, float], float] = {}
 
-    def on(self, ahead_s: float, told: Mapping[str, float]) -> dict[str, float]:
-        """Those that are told now, by node; that clock is ahead of unix time by so much. Each is converted once."""
+    def notice(self, told: Mapping[str, float], now: float) -> Notice:
+        """Of those that are told, by node; `now` is control's. Each is converted once."""
+        ahead_s = now - time.time()
         self._known = {each: self._known.get(each, each[1] + ahead_s) for each in told.items()}
-        return {node: at for (node, _), at in self._known.items()}
+        return Notice({node: at for (node, _), at in self._known.items()}, ahead_s)
