@@ -30,6 +30,7 @@ def main(config: PretrainConfig) -> None:
 
             if not ray.is_initialized():
                 task = replace(config.cluster, gpus_per_worker=0, cpus_per_worker=1, min_workers=1, max_workers=1)
+                task.local_nodes = 0  # a Ray that starts here has all cores
                 connection = stack.enter_context(cluster_for(task))
                 console.message(connection.dashboard or "Ray is up")
             return on_ray(function, numbers)

@@ -1,11 +1,10 @@
 """A Ray that does not start is one clear line, whatever Ray raises."""
 
+import errno
 import socket
 from collections.abc import Callable
-import errno
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from typing import Any
 
 import pytest
