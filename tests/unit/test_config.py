@@ -67,6 +67,28 @@ def test_help_names_every_group_and_imports_neither_torch_nor_ray() -> None:
         assert word in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("job", "own"),
+    [
+        ("pretrain", []),
+        ("prepare_data", []),
+        ("plan", []),
+        ("submit", ["site"]),
+        ("drill", ["drill"]),
+        ("simulate", ["simulate/faults", "simulate/policy", "simulate/scale", "simulate/world"]),
+    ],
+)
+def test_each_group_that_help_names_can_be_chosen(job: str, own: list[str]) -> None:
+    """Before, all jobs named all groups, and said of each that it is chosen with a plus, which was refused."""
+    printed = run_job(job, "--help").stdout.partition(" ==\n")[2].partition("\n\n")[0]
+    groups = {group: files.split(", ") for group, _, files in (line.partition(": ") for line in printed.splitlines())}
+    assert sorted(groups) == sorted(["cluster", "data", "model", *own])
+    for group, files in groups.items():
+        plus = "+" if group in ("cluster", "site", "drill") else ""
+        done = run_job(job, "--cfg", "job", f"{plus}{group}={files[0]}")
+        assert done.returncode == 0, done.stderr
+
+
 def test_cfg_job_prints_the_resolved_configuration() -> None:
     done = pretrain("--cfg", "job", "+cluster=cpu3", "train.steps=7")
     assert done.returncode == 0, done.stderr
@@ -83,6 +105,13 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         (["+model=8b"], "model is chosen without a plus: model=8b"),
         (["+data=python_docs"], "data is chosen without a plus: data=NAME"),
         (["+cluster=cpu3", "+cluster=gpu1"], "cluster is given twice: give it once, as +cluster=gpu1"),
+        (["drill=kill_node"], "unknown setting 'drill'; drill belongs to jobs.drill"),
+        (["+drill=kill_node"], "drill belongs to jobs.drill"),
+        (["simulate/faults=llama3"], "unknown setting 'simulate/faults'; simulate belongs to jobs.simulate"),
+        (["+simulate/faults=llama3"], "simulate belongs to jobs.simulate"),
+        (["+site=infiniband"], "submit, which files of site set, belongs to jobs.submit"),
+        (["submit.action=apply"], "unknown setting 'submit.action'; submit, which files of site set, belongs to"),
+        (["+drill.nodes=3"], "unknown setting 'drill'; drill belongs to jobs.drill"),
         (["data.corpora.a=b"], "data.corpora has no a yet; new entries are added with a plus: +data.corpora.a=..."),
         (["train.steps=many"], "train.steps"),
         (["parallel.float8=fp9"], "parallel.float8"),

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import hydra
 import yaml
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,6 +29,7 @@ from regrow.config.run_yaml import read_yaml
 from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SimulateJobConfig, SubmitJobConfig
 from regrow.deadline import leaving
 from regrow.errors import ConfigError, RegrowError, first_line
+from regrow.program import output
 from regrow.storage import Storage, StorageUnreachable
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
@@ -39,6 +41,13 @@ ALWAYS = ("model", "data")  # groups of which one file is chosen by default
 # of what a user names, or fills
 PLACE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 CHOICES = (*ALWAYS, "cluster")  # groups of which a job's arguments choose a file
+NOT_ALL_HAVE = {  # groups of files and settings, and which jobs have them
+    "drill": "drill belongs to jobs.drill",
+    "plan": "plan belongs to jobs.plan and jobs.simulate",
+    "simulate": "simulate belongs to jobs.simulate",
+    "site": "site belongs to jobs.submit",
+    "submit": "submit, which files of site set, belongs to jobs.submit",
+}
 
 Config = TypeVar("Config", bound=PretrainConfig)
 _given: list[str] = []
@@ -76,8 +85,8 @@ def run_job(
         _files.update({group: found.runtime.choices[group] for group in ALWAYS if group in found.runtime.choices})
 
     sys.argv[1:] = as_typed(sys.argv[1:], schema)
-    with leaving(), _mistakes_in_one_line(schema):
-        with _texts_alone():
+    with leaving(), output(), _mistakes_in_one_line(schema):
+        with _texts_alone(), _groups_of(schema):
             hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
             configs = [to_dataclass(config, schema) for config in composed]
         if len(composed) > 1 and not takes_several:
@@ -87,6 +96,28 @@ def run_job(
             )
         for config in configs:
             job(config)
+
+
+@contextmanager
+def _groups_of(schema: type[PretrainConfig]) -> Iterator[None]:
+    """Leave the groups of other jobs out of --help."""
+    listed = Hydra.list_all_config_groups
+
+    def own(hydra: Hydra, parent: str = "") -> list[str]:
+        return [group for group in listed(hydra, parent) if not _of_another_job(group, schema)]
+
+    Hydra.list_all_config_groups = own  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Hydra.list_all_config_groups = listed  # type: ignore[method-assign]
+
+
+def _of_another_job(key: str, schema: type[PretrainConfig]) -> str:
+    """Which jobs have a group of files or a setting; empty where this one does."""
+    name = re.split("[./]", key)[0]
+    is_own = ("submit" if name == "site" else name) in {field.name for field in fields(schema)}
+    return "" if is_own else NOT_ALL_HAVE.get(name, "")
 
 
 @contextmanager
@@ -331,9 +362,11 @@ def _one_line(error: BaseException, schema: type[PretrainConfig] = PretrainConfi
         text = f"{argument}: {text}"
     full_key = getattr(cause, "full_key", None) or ""
     quoted = re.findall(r"'([^']+)'", text)
+    if (unknown := re.search(r"Key '(\w+)' not in '", str(error))) and (jobs := _of_another_job(unknown[1], schema)):
+        return jobs
     if "Could not override" in text:
         key = quoted[0]
-        if (CONF_DIR / key).is_dir():
+        if (CONF_DIR / key).is_dir() and not _of_another_job(key, schema):
             return f"{key!r} is chosen with a plus: +{key}=..."
         if "is not in struct" in str(cause):
             where, _, name = key.rpartition(".")
@@ -361,6 +394,8 @@ def _one_line(error: BaseException, schema: type[PretrainConfig] = PretrainConfi
 
 
 def _did_you_mean(key: str, schema: type[PretrainConfig]) -> str:
+    if jobs := _of_another_job(key, schema):
+        return f"; {jobs}"
     nearest = difflib.get_close_matches(key, list(_keys(to_dict(schema()))), n=1, cutoff=0.6)
     return f"; did you mean {nearest[0]!r}?" if nearest else "; --help lists them all"
 
