@@ -224,3 +224,41 @@ def test_what_the_controller_of_an_earlier_driver_still_reserves_is_given_back(s
         assert run_to_end(storage, "reserved", *cluster).last_step() == 12
     finally:
         nodes.shutdown()
+
+
+HOLD = """
+import sys, ray
+ray.init(sys.argv[1], namespace="others")
+if sys.argv[2] == "hold":
+    kind = type("Other", (), {"there": lambda self: True})
+    other = ray.remote(num_cpus=1, name="other", lifetime="detached")(kind).remote()
+    assert ray.get(other.there.remote(), timeout=60)
+else:
+    ray.kill(ray.get_actor("other"))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("ray_folder")
+def test_a_run_begins_with_what_others_on_the_cluster_leave_and_takes_the_rest_once_they_end(storage: Path) -> None:
+    """It waited for all that the nodes could hold, without a word and for good."""
+    from ray.cluster_utils import Cluster
+
+    def others(what: str) -> None:
+        subprocess.run([sys.executable, "-c", HOLD, nodes.address, what], check=True, timeout=120)
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        nodes.add_node(num_cpus=2, wait=True)
+        others("hold")
+        elastic = ["cluster.min_workers=1", "cluster.max_workers=4", f"cluster.address={nodes.address}"]
+        with Job(storage, "shared", *SMALL, *elastic, "train.steps=100000") as job:
+            job.wait_for(lambda: job.last_step() >= 5, 300)
+            assert {row["world_size"] for row in job.metrics()} == {3}
+            assert any("begins with 3 of 4 workers" in note["text"] for note in job.events("note"))
+            others("end")
+            job.wait_for(lambda: len(job.workers()) == 4)
+            job.interrupt()
+            assert job.wait() == 130
+    finally:
+        nodes.shutdown()

@@ -14,6 +14,7 @@ import pytest
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
+    WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
@@ -43,7 +44,9 @@ class Group(InPlaceGroup):
         self.meanwhile: list[tuple[int, Any]] = []  # what comes of starting workers while others are asked
         self.killed: list[int] = []  # actors, by the pid
         self.unfit: list[tuple[Any, ...]] = []  # as the coordinator is told: node, pid, detail, machine
-        told = {"ray_view": self.views, "unfit": self.unfit}
+        self.notes: list[tuple[str, dict[str, str]]] = []
+        self.failed: list[tuple[str]] = []
+        told = {"ray_view": self.views, "unfit": self.unfit, "note": self.notes, "fail": self.failed}
         settings = {
             "config": PretrainConfig(cluster=ClusterConfig(min_workers=least, max_workers=SIZE + 5)),
             "run_id": "run",
@@ -62,7 +65,7 @@ class Group(InPlaceGroup):
         group._replica_groups, group._worker_rank_to_replica_group_rank = [None] * SIZE, {}
         group._worker_group_state = WorkerGroupState(0.0, self.places, [worker(pid) for pid in range(SIZE)], None)  # type: ignore[arg-type]
         monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
-        monkeypatch.setattr(ray_train, "room_for", lambda config, unit, *, avoided: room - len(avoided))
+        monkeypatch.setattr(ray_train, "room_for", lambda config, unit, *, avoided=(): room - len(avoided))
         monkeypatch.setattr(ray_train.ray_state, "get_draining_nodes", dict)
         monkeypatch.setattr(ray_train.ray, "kill", self.killed.append)
         monkeypatch.setattr(WorkerGroup, "_poll_workers_and_collect_errors", lambda *_: self.answers())
@@ -372,7 +375,7 @@ def test_workers_that_compute_together_have_room_together(monkeypatch: pytest.Mo
             "bundles_to_node_id": {0: nodes.get(group)},
         },
     )
-    places = Places("run", {"CPU": 1.0}, at_first=2, most=4, unit=2, room=lambda: 4)
+    places = Places("run", {"CPU": 1.0}, at_first=2, least=2, most=4, unit=2, room=lambda: 4)
     assert [(each["bundles"], each["strategy"]) for each in asked] == [([{"CPU": 1.0}] * 2, "STRICT_PACK")] * 2
     assert places.rooms(range(4)) == {0: "x", 1: "x", 2: "y", 3: "y"}
     alive.remove("y")
@@ -408,18 +411,22 @@ def test_workers_that_a_group_starts_with_do_not_wait_for_each_other(
         return place
 
     monkeypatch.setattr(group, "_worker_for", worker_for)
-    assert group._create_workers(2048, Places.__new__(Places)) == list(range(2048))
+    places = Places.__new__(Places)
+    places.at_first = 2048
+    assert group._create_workers(2048, places) == list(range(2048))
 
 
 def test_room_that_a_node_has_taken_along_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     group = SimpleNamespace(wait=lambda seconds: waited.append(seconds) or len(waited) > 3)
     monkeypatch.setattr(ray_train.ray.util, "placement_group", lambda *_, **options: group)
+    monkeypatch.setattr(Places, "_placed", lambda places: [])
 
     def wait(*room: int) -> bool:
         """`room` there is when it begins, and after each look."""
         left = list(room)
-        places = Places("run", {"CPU": 1.0}, at_first=3, most=4, unit=1, room=lambda: left.pop(0) if left else room[-1])
+        more = {"at_first": 3, "least": 1, "most": 4, "unit": 1}
+        places = Places("run", {"CPU": 1.0}, room=lambda: left.pop(0) if left else room[-1], **more)
         waited.clear()
         return places.wait(60.0)
 
@@ -427,6 +434,99 @@ def test_room_that_a_node_has_taken_along_is_not_waited_for(monkeypatch: pytest.
     assert not wait(3, 3, 2)
     assert len(waited) == 2
     assert wait(2), "others may come: what is asked for is what an autoscaler sees"
+
+
+class Reserved:
+    """Placement groups, by the order in which they are asked for, of which Ray has placed some."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *placed: int) -> None:
+        self.placed, self.asked, self.looks = set(placed), 0, 0
+        monkeypatch.setattr(ray_train, "STILL_S", 0.0)
+        monkeypatch.setattr(ray_train, "LOOK_S", 0.0)
+        monkeypatch.setattr(ray_train.ray.util, "placement_group", self.ask)
+        monkeypatch.setattr(ray_train.ray.util, "placement_group_table", self.table)
+        monkeypatch.setattr(ray_train.ray.util, "remove_placement_group", lambda group: None)
+
+    def ask(self, bundles: list[Any], **options: Any) -> Any:
+        number, self.asked = self.asked, self.asked + 1
+        return SimpleNamespace(
+            number=number, id=SimpleNamespace(hex=lambda: str(number)), wait=lambda seconds: number in self.placed
+        )
+
+    def table(self) -> dict[str, dict[str, str]]:
+        states = {True: "CREATED", False: "PENDING"}
+        return {str(each): {"name": "", "state": states[each in self.placed]} for each in range(self.asked)}
+
+
+@pytest.mark.parametrize(
+    ("placed", "least", "unit", "first"),
+    [
+        ((0, 1, 3), 1, 1, [0, 1, 3]),
+        ((1, 2), 2, 1, [1, 2]),
+        ((1,), 2, 2, [1]),
+        ((0, 1, 4), 1, 1, [0, 1, 4]),  # a spare's place does as well
+        ((1,), 2, 1, None),
+        ((), 1, 1, None),
+    ],
+)
+def test_a_group_begins_with_the_places_it_has_where_others_use_the_rest(
+    placed: tuple[int, ...], least: int, unit: int, first: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of those that the nodes could hold were waited for, for good, with enough of them there."""
+    Reserved(monkeypatch, *placed)
+    places = Places(
+        "run", {"CPU": 1.0}, at_first=4 * unit, least=least, most=5 * unit, unit=unit, room=lambda: 4 * unit
+    )
+    assert places.wait(0.01) == (first is not None)
+    assert places.num_placed == unit * len(placed)
+    assert len(places.groups) == 5
+    if first is not None:
+        assert places.at_first == len(first) * unit
+        assert [group.number for group in places.groups[: len(first)]] == first
+
+
+def test_a_group_that_begins_with_fewer_says_so_and_numbers_them_by_how_many_they_are(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Reserved(monkeypatch, 0, 2)
+    places: Any = group._create_placement_group(None, group._worker_group_context)
+    assert places.wait(60.0)
+    monkeypatch.setattr(group, "_worker_for", lambda place, _: (place, group._worker_group_context.num_workers))
+    assert group._create_workers(SIZE, places) == [(0, 2), (1, 2)]
+    ((kind, said),) = group.notes
+    assert kind == "note"
+    assert said["text"].startswith("the run begins with 2 of 3 workers: ")
+
+
+def test_too_little_room_is_said_once_and_ends_the_run_after_wait_for_workers_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was tried again and again without a word."""
+    Reserved(monkeypatch, 0)
+    now = [1000.0]
+
+    def refuse(group: Any, *_: Any) -> None:
+        assert not group._create_placement_group(None, group._worker_group_context).wait(-1.0)
+        raise WorkerGroupStartupTimeoutError(SIZE)
+
+    group = Group(monkeypatch, least=2)
+    monkeypatch.setattr(WorkerGroup, "_start_impl", refuse)
+    monkeypatch.setattr(ray_train.time, "monotonic", lambda: now[0])
+    for _ in range(3):
+        now[0] += 1799.0
+        with pytest.raises(WorkerGroupStartupTimeoutError):
+            group._start_impl(None)
+    ((_, said),) = group.notes
+    assert said["text"].startswith("Ray has places for 1 of cluster.min_workers=2 workers")
+    assert said["text"].endswith("the run waits for room, up to 3600 s")
+    assert group.failed == []
+    now[0] += 3.0
+    with pytest.raises(WorkerGroupStartupTimeoutError):
+        group._start_impl(None)
+    assert "cluster.wait_for_workers_s" in group.failed[0][0]
+    monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
+    group._start_impl(None)
+    assert InPlaceGroup.waits_since is None
 
 
 def test_an_error_of_a_train_function_is_told_by_its_first_line_and_of_ray_by_its_last() -> None:

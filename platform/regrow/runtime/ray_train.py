@@ -15,13 +15,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
 from ray.train.backend import Backend
-from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckTimeoutError,
+)
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
@@ -40,6 +44,7 @@ from regrow.runtime.cluster import POLLS_PER_S, room_for
 
 MOST_LOOK_S = 1.0  # between Ray Train's polls, in which workers are asked, at POLLS_PER_S, and all else is looked after
 LOOK_S = 0.5  # between looks for room
+STILL_S = 5.0  # without a further place, before a group begins with those it has: Ray tries again every second at most
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
 STARTS_AT_ONCE = 32  # workers that come to a group
 FIRST_AT_ONCE = 1024  # workers that a group starts with: a thread each, which waits for its process
@@ -93,13 +98,16 @@ class Places(PlacementGroupHandle):
         bundle: dict[str, float],
         *,
         at_first: int,
+        least: int,
         most: int,
         unit: int,
         room: Callable[[], int],
     ) -> None:
-        """For `most` workers, `at_first` of which the group starts with; `room` says for how many there is any now."""
+        """For `most` workers, `at_first` of which the group starts with, or `least`; `room` says how many the nodes of
+        now could hold, were nothing else on them."""
         self._room = room
         self.run_id, self.bundle, self.at_first, self.unit = run_id, bundle, at_first, unit
+        self.least, self.num_placed = least, 0  # the latter of the first workers, as `wait` saw it
         self.avoided: frozenset[str] = frozenset()  # nodes
         self.groups = [self._group() for _ in range(0, most, unit)]
         self._chosen_without = [self.avoided] * len(self.groups)  # what was avoided when they were asked for
@@ -112,13 +120,37 @@ class Places(PlacementGroupHandle):
         return self.groups[0].ready()
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """For the groups of the first workers; not for room that there was, and that a node has taken along since."""
-        give_up_at, there_was = time.monotonic() + timeout_seconds, self._room() >= self.at_first
+        """For the groups of the first workers, or of `least` of them where others use what the rest would need; not for
+        room that there was, and that a node has taken along since."""
+        seen_at = time.monotonic()
+        give_up_at, there_was = seen_at + timeout_seconds, self._room() >= self.at_first
         for group in self.groups[: -(-self.at_first // self.unit)]:
             while not group.wait(LOOK_S):
-                if time.monotonic() > give_up_at or (there_was and self._room() < self.at_first):
+                if there_was and self._room() < self.at_first:
+                    return False
+                placed = self._placed()
+                if len(placed) * self.unit > self.num_placed:
+                    seen_at = time.monotonic()
+                self.num_placed = len(placed) * self.unit
+                is_late = time.monotonic() > give_up_at
+                if self.num_placed >= self.least and (is_late or time.monotonic() - seen_at > STILL_S):
+                    self._begin_with(placed)
+                    return True
+                if is_late:
                     return False
         return True
+
+    def _placed(self) -> list[int]:
+        """Groups that have a node, as many as the first workers need."""
+        tables = ray.util.placement_group_table()
+        states = [tables.get(group.id.hex(), {}).get("state") for group in self.groups]
+        return [number for number, state in enumerate(states) if state == "CREATED"][: -(-self.at_first // self.unit)]
+
+    def _begin_with(self, placed: list[int]) -> None:
+        """These groups become the first ones."""
+        others = [number for number in range(len(self.groups)) if number not in set(placed)]
+        self.groups = [self.groups[number] for number in [*placed, *others]]
+        self.at_first = len(placed) * self.unit
 
     def rooms(self, places: Iterable[int]) -> dict[int, str]:
         """Those of these places in which a worker could start now, and their nodes.
@@ -172,6 +204,8 @@ def remove_places(run_id: str) -> None:
 class InPlaceGroup(WorkerGroup):
     """A worker group whose ranks die and come back one by one. Each worker is in a place, as those before it were."""
 
+    waits_since: ClassVar[float | None] = None  # for `min_workers` places: one group after the other, in one process
+
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self.empty: dict[int, float] = {}  # places whose worker is gone, since when
         self._raised: dict[int, Exception] = {}  # those of them whose worker's train function raised something
@@ -192,7 +226,12 @@ class InPlaceGroup(WorkerGroup):
         self.draining: dict[str, float] = {}
         context = self._worker_group_context
         self._worker_group_context = replace(context, num_workers=self.at_first(context.num_workers))
-        super()._start_impl(worker_group_state_builder)
+        try:
+            super()._start_impl(worker_group_state_builder)
+        except WorkerGroupStartupTimeoutError:
+            self._wait_for_room()
+            raise
+        InPlaceGroup.waits_since = None
         self._place_of = list(range(len(self.get_workers())))  # of each of Ray Train's workers
 
     def at_first(self, planned: int) -> int:
@@ -204,18 +243,40 @@ class InPlaceGroup(WorkerGroup):
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
         remove_places(self._run_id)
         context = worker_group_context
-        return Places(
+        self._places = Places(
             self._run_id,
             context.resources_per_worker,
             at_first=context.num_workers,
+            least=self._cluster.min_workers,
             most=self._most,
             unit=self._unit,
             room=lambda: room_for(self._cluster, self._unit),
         )
+        return self._places
+
+    def _wait_for_room(self) -> None:
+        """Say once that there is too little; the run ends where that has been so for too long."""
+        placed, least = self._places.num_placed, self._cluster.min_workers
+        patience_s, now = self._cluster.wait_for_workers_s, time.monotonic()
+        few = f"Ray has places for {placed} of cluster.min_workers={least} workers: the others' are in use, or gone"
+        if placed >= least:  # a node went meanwhile: planned anew
+            InPlaceGroup.waits_since = None
+        elif InPlaceGroup.waits_since is None:
+            InPlaceGroup.waits_since = now
+            self._coordinator.note("note", {"text": f"{few}; the run waits for room, up to {patience_s:.0f} s"})
+        elif now - InPlaceGroup.waits_since > patience_s:
+            more = "bring nodes, or let it wait longer with cluster.wait_for_workers_s"
+            self._coordinator.fail(f"{few}, for {patience_s:.0f} s; {more}")
 
     def _create_workers(self, num_workers: int, placement_group: Any, *more: Any, **options: Any) -> list[Any]:
         if not isinstance(placement_group, Places):
             return super()._create_workers(num_workers, placement_group, *more, **options)
+        if placement_group.at_first < num_workers:
+            fewer = f"the run begins with {placement_group.at_first} of {num_workers} workers"
+            text = f"{fewer}: Ray has no room for the others, whose nodes others may use; they come once it has"
+            self._coordinator.note("note", {"text": text})
+            num_workers = placement_group.at_first
+            self._worker_group_context = replace(self._worker_group_context, num_workers=num_workers)
         with ThreadPoolExecutor(FIRST_AT_ONCE) as starting:
             return list(starting.map(lambda place: self._worker_for(place, placement_group), range(num_workers)))
 
