@@ -10,6 +10,7 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "platform"))
 
 from regrow.accept.main import HELP, accept, parse
 from regrow.errors import RegrowError
+from regrow.program import output
 
 
 def main(arguments: list[str]) -> int:
@@ -18,6 +19,8 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         return accept(parse(arguments), arguments)
+    except BrokenPipeError:
+        raise
     except (RegrowError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -27,4 +30,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with output():
+        sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from regrow.config.schema import Dtype
-from regrow.errors import RegrowError
+from regrow.program import program
 from regrow.progress import Task
 from regrow.runtime.interrupts import terminable
 from regrow.show.console import Console
@@ -20,6 +20,7 @@ def positive(text: str) -> int:
     return value
 
 
+@program()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -67,13 +68,8 @@ def main() -> None:
             dtypes = list(Dtype)
             command.add_argument("--dtype", type=Dtype, choices=dtypes, default=Dtype.float32, help="of hf's weights")
     options = parser.parse_args()
-    try:
-        with terminable(SystemExit, 128 + signal.SIGTERM), Console(sys.stderr) as console:
-            status = options.run(options, partial(console.counter, Task(options.command, "B")))
-    except (RegrowError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with terminable(SystemExit, 128 + signal.SIGTERM), Console(sys.stderr) as console:
+        status = options.run(options, partial(console.counter, Task(options.command, "B")))
     sys.exit(status)
 
 

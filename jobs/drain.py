@@ -12,11 +12,13 @@ import sys
 from typing import Any
 
 from regrow.errors import RegrowError
+from regrow.program import program
 from regrow.record.run_folder import find_run
 
 NODE = "the beginning of a node's id, its host name or address, or all; without one, the nodes that there are"
 
 
+@program()
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.drain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -39,12 +41,7 @@ def main() -> None:
         parser.error("RUN is a run folder: name it on a node of the run's Ray cluster, in a pod of it on Kubernetes")
     if not 0 < options.patience < math.inf:
         parser.error("--patience takes a number of seconds above 0")
-    try:
-        sys.exit(_drain(options))
-    except (RegrowError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:  # before anything was asked for
-        sys.exit(130)
+    sys.exit(_drain(options))  # Ctrl-C beforehand: nothing was asked for
 
 
 def _drain(options: argparse.Namespace) -> int:

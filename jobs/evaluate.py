@@ -6,13 +6,14 @@ from contextlib import ExitStack
 from functools import partial
 
 from regrow.config.schema import Dtype
-from regrow.errors import RegrowError
 from regrow.evaluate import catalog, results
+from regrow.program import program
 from regrow.progress import Task
 from regrow.show.console import Console
 from regrow.storage import Storage
 
 
+@program()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.evaluate", description=__doc__)
     parser.add_argument(
@@ -31,12 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.model is None and not options.list:
         parser.error("name a run's folder or an exported model's")
-    try:
-        print("\n".join(catalog.lines() if options.list else evaluate(options)))
-    except (RegrowError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    print("\n".join(catalog.lines() if options.list else evaluate(options)))
 
 
 def evaluate(options: argparse.Namespace) -> list[str]:

@@ -20,13 +20,15 @@ from regrow.data.read.inspect import (
 )
 from regrow.data.read.manifest import MANIFEST, Manifest
 from regrow.data.read.shards import ShardReader, verify
-from regrow.errors import DataError, RegrowError
+from regrow.errors import DataError
+from regrow.program import program
 from regrow.progress import Task
 from regrow.record.run_folder import RUN_FILE, read_record
 from regrow.show.console import Console
 from regrow.storage import Storage
 
 
+@program()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.inspect_data", description=__doc__)
     parser.add_argument("folder", help="a prepared corpus, as jobs.prepare_data names it, or its URI")
@@ -42,10 +44,7 @@ def main() -> None:
         parser.error("--batch counts steps from 1 and needs --run, the folder of the run that it means")
     if options.samples < 0:
         parser.error(f"--samples {options.samples} must be at least 0")
-    try:
-        inspect(options)
-    except (RegrowError, OSError) as error:
-        sys.exit(f"error: {error}")
+    inspect(options)
 
 
 def inspect(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from regrow.errors import RegrowError
+from regrow.program import program
 from regrow.record.run_folder import run_config
 from regrow.show.compare import as_json, as_table, load_runs
 from regrow.show.report import make_report, write_report
@@ -15,6 +15,7 @@ from regrow.show.units import or_dash, percent
 from regrow.storage import Storage
 
 
+@program()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="<run.storage_path>/<run.name>, a local path or a URI")
@@ -28,10 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     if len(options.runs) > 1 and options.out and options.out.suffix != ".json":
         parser.error(f"--out {options.out}: a comparison is a table and JSON; name a file that ends in .json")
-    try:
-        report(options) if len(options.runs) == 1 else compare(options)
-    except (RegrowError, OSError) as error:
-        sys.exit(f"error: {error}")
+    report(options) if len(options.runs) == 1 else compare(options)
 
 
 def report(options: argparse.Namespace) -> None:

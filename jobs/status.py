@@ -2,11 +2,11 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 
 from regrow.config.schema import SubmitConfig
-from regrow.errors import ClusterError, RegrowError
+from regrow.errors import ClusterError
+from regrow.program import program
 from regrow.record.run_folder import find_run, read_status
 from regrow.record.status import Status
 from regrow.show.status import show
@@ -15,6 +15,7 @@ RUN = """a run folder (<run.storage_path>/<run.name>, a path or a URI), the name
 Ray cluster's dashboard (http://HOST:8265, or auto), or rayjob/NAME on Kubernetes"""
 
 
+@program()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.status", description=__doc__)
     parser.add_argument("run", metavar="RUN", help=RUN)
@@ -27,14 +28,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.every is not None and not 0 < options.every < math.inf:
         parser.error("--every takes a number of seconds above 0")
-    try:
-        look, every_s = source(options)
-        every_s = every_s if options.every is None else options.every
-        show(look, watch=options.watch, every_s=every_s, as_json=options.json)
-    except (RegrowError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    look, every_s = source(options)
+    every_s = every_s if options.every is None else options.every
+    show(look, watch=options.watch, every_s=every_s, as_json=options.json)
 
 
 def source(options: argparse.Namespace) -> tuple[Callable[[], Status], float]:
