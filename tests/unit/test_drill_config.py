@@ -15,7 +15,7 @@ from regrow.config.check import check
 from regrow.config.schema import DrillJobConfig, MixtureStage, PretrainConfig
 from regrow.config.spares import most_workers
 from regrow.config.store import CONF_DIR, chosen, pretrain_config, pretrain_overrides, to_dataclass
-from regrow.drill import run
+from regrow.drill import job, run
 from regrow.drill.faults import KINDS, parse_plan
 from regrow.drill.findings import SOUGHT
 from regrow.drill.job import undisturbed_run
@@ -288,3 +288,27 @@ def test_sigterm_ends_a_drill_as_ctrl_c_does_while_the_run_to_compare_with_train
             run.run_drill(composed("+drill=kill_worker", f"run.storage_path={tmp_path}"))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_job_has_the_places_of_the_directory_that_its_drill_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it trained in the checkout's runs/, and the drill looked for it in its own."""
+    started: list[list[str]] = []
+
+    def start(arguments: list[str], output: Path, ray_folder: str) -> None:
+        started.append(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "start_pretrain", start)
+    monkeypatch.chdir(tmp_path)
+    places = ["data=text_files", "data.source=texts/*.txt", "data.cache_dir=cache", "parallel.compile_cache=s3://b/c"]
+    with pytest.raises(KeyboardInterrupt):
+        run.run_drill(composed("+drill=kill_worker", "run.storage_path=runs", *places))
+    (arguments,) = started
+    config = pretrain_composed(arguments)
+    assert config.run.storage_path == f"{tmp_path}/runs"
+    assert (config.data.source, config.data.cache_dir) == (f"{tmp_path}/texts/*.txt", f"{tmp_path}/cache")
+    assert (config.data.tokenizer, config.parallel.compile_cache) == (None, "s3://b/c")
+    moved = run.with_absolute_places(composed("+drill=kill_worker", "data.tokenizer=x.json", "+data.corpora.web=web"))
+    assert (moved.data.tokenizer, moved.data.corpora) == (f"{tmp_path}/x.json", {"web": f"{tmp_path}/web"})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from regrow.config.check import check
 from regrow.config.schema import DrillHosts, DrillJobConfig
+from regrow.data.prepare.files import absolute
 from regrow.drill.faults import Fault, RandomFaults, check_plan, draw_faults, from_json, parse_plan, to_json
 from regrow.drill.findings import sought
 from regrow.drill.hosts import check_possible
@@ -31,6 +32,7 @@ TAIL_STEPS_APART = 300  # broken storage keeps the log, by which faults are time
 
 def run_drill(config: DrillJobConfig) -> bool:
     """Carry out a drill, or go on with one; whether every promise held. Raises RegrowError for a user's mistake."""
+    config = with_absolute_places(config)
     plan, seed = plan_of(config)
     config = with_end(config, plan)
     if not config.parallel.pp:
@@ -59,6 +61,27 @@ def run_drill(config: DrillJobConfig) -> bool:
         console.message("looking at every batch and every checkpoint")
         evidence = gather(config, folder, plan, record.read(), reference, record.ended_at() or end, console)
     return conclude(config, folder, evidence)
+
+
+def with_absolute_places(config: DrillJobConfig) -> DrillJobConfig:
+    """The same places for the job, which has another working directory; URIs as they are."""
+    data, parallel = config.data, config.parallel
+
+    def there(place: str | None) -> str | None:
+        return absolute(place) if place else place
+
+    return replace(
+        config,
+        run=replace(config.run, storage_path=absolute(config.run.storage_path)),
+        data=replace(
+            data,
+            source=there(data.source),
+            tokenizer=there(data.tokenizer),
+            corpora={name: absolute(folder) for name, folder in data.corpora.items()},
+            cache_dir=there(data.cache_dir),
+        ),
+        parallel=replace(parallel, compile_cache=there(parallel.compile_cache)),
+    )
 
 
 def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
