@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from regrow.drill.job import undisturbed_run
 from regrow.drill.log import Record
 from regrow.drill.run import check_fits, check_memory, check_settings, keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
+from regrow.record.run_folder import write_record
 from regrow.show.console import Console
+from regrow.storage import LocalStorage
 
 PLANS = sorted(path.stem for path in (CONF_DIR / "drill").glob("*.yaml"))
 
@@ -312,3 +315,36 @@ def test_a_job_has_the_places_of_the_directory_that_its_drill_is_started_in(
     assert (config.data.tokenizer, config.parallel.compile_cache) == (None, "s3://b/c")
     moved = run.with_absolute_places(composed("+drill=kill_worker", "data.tokenizer=x.json", "+data.corpora.web=web"))
     assert (moved.data.tokenizer, moved.data.corpora) == (f"{tmp_path}/x.json", {"web": f"{tmp_path}/web"})
+
+
+class InterruptedProcess:
+    """Of a run that has been stopped as soon as it has a snapshot."""
+
+    def poll(self) -> None:
+        raise KeyboardInterrupt
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+def test_an_undisturbed_run_that_is_stopped_leaves_no_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keepers are killed, which would delete them. Before, they stayed in /dev/shm for good."""
+    memory = tmp_path / "memory"
+    config = composed("+drill=kill_worker", f"run.storage_path={tmp_path}", f"snapshot.folder={memory}")
+    of_another = memory / "regrow-another-node"
+    of_another.mkdir(parents=True)
+
+    def start(arguments: list[str], output: Path, ray_folder: str) -> InterruptedProcess:
+        folder = LocalStorage(tmp_path / undisturbed_run(config).run.name)
+        write_record(folder, run_id="mine", identity={}, manifest_sha256="aa", is_new=True)
+        (memory / "regrow-mine-node").mkdir()
+        (memory / "regrow-mine-node/slot-0").write_bytes(b"state")
+        return InterruptedProcess()
+
+    monkeypatch.setattr(job, "start_pretrain", start)
+    with pytest.raises(KeyboardInterrupt), Console(sys.stderr) as console:
+        job.reference_rows(config, console)
+    assert list(memory.iterdir()) == [of_another]

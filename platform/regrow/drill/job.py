@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -20,7 +21,7 @@ from regrow.drill.log import RunFollower
 from regrow.drill.nodes import Nodes, Process, start_pretrain
 from regrow.drill.processes import of_ray, send, wait_until_gone
 from regrow.errors import ConfigError, RegrowError
-from regrow.record.run_folder import run_folder
+from regrow.record.run_folder import read_record, run_folder
 from regrow.show.console import Console
 
 BEYOND_STEPS = 50  # of the undisturbed run, after those whose losses must agree
@@ -152,6 +153,7 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
             process.kill()
             wait_until_gone(send(signal.SIGKILL, of_ray(ray_folder)), GONE_S)
             process.wait()
+            _delete_snapshots(undisturbed)
     watch.poll()
     if watch.step < steps:
         said = _tail(output)
@@ -179,6 +181,13 @@ def memory_of_its_own(size_mb: int | None) -> Iterator[str]:
             yield folder
         finally:
             subprocess.run(["umount", "-l", folder], check=False)
+
+
+def _delete_snapshots(config: PretrainConfig) -> None:
+    """What keepers that were killed have left in memory."""
+    record = read_record(run_folder(config))
+    for left in Path(config.snapshot.folder).glob(f"regrow-{record['run_id']}-*") if record else ():
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _tail(path: Path) -> list[str]:
