@@ -15,6 +15,7 @@ from ray._private.runtime_env.packaging import create_package
 from ray.job_submission import JobStatus
 
 from regrow.errors import ClusterError, ConfigError
+from regrow.record.run_folder import run_location
 from regrow.runtime.driver import END_S
 from regrow.submit.pods import STOP_S
 from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT, RayJobs, job_spec
@@ -37,7 +38,12 @@ def test_the_job_is_the_same_command_with_the_checkout() -> None:
         "RAY_JOB_STOP_WAIT_TIME_S": "42",
         "HF_HOME": "/mnt/hf",
     }
-    assert spec["metadata"] == {"regrow_run": "mine", "git_sha": CODE.git_sha, "config_sha256": config_sha256(config)}
+    assert spec["metadata"] == {
+        "regrow_run": "mine",
+        "regrow_folder": str(Path.cwd() / "runs" / "mine"),
+        "git_sha": CODE.git_sha,
+        "config_sha256": config_sha256(config),
+    }
     assert all(isinstance(value, str) for value in spec["metadata"].values())  # Ray takes no others
 
 
@@ -156,7 +162,7 @@ class NotReady:
 def jobs_of(client: object, monkeypatch: pytest.MonkeyPatch) -> RayJobs:
     monkeypatch.setattr("regrow.submit.ray_jobs.JobSubmissionClient", lambda address: client)
     monkeypatch.setattr("regrow.submit.ray_jobs.POLL_S", 0.01)
-    return RayJobs("http://head:8265", "mine")
+    return RayJobs("http://head:8265", "mine", "/shared/me/mine")
 
 
 def test_a_head_that_has_no_agent_yet_is_asked_again(
@@ -206,6 +212,70 @@ def test_jobs_are_told_with_the_zone_of_their_times(monkeypatch: pytest.MonkeyPa
     """As jobs.status tells it; before, by this machine's zone, which was not said."""
     (line,) = jobs_of(Breaks("", OSError()), monkeypatch).describe()
     assert "started 1970-01-01 00:00:00 UTC" in line
+
+
+class Shared:
+    """Ray's client, of a cluster with jobs of that name, each with its run's folder; '': one of before, without."""
+
+    def __init__(self, *folders: str) -> None:
+        self.folders = folders
+        self.stopped: list[str] = []
+        self.submitted: list[Any] = []
+
+    def list_jobs(self) -> list[Any]:
+        times = {"status": JobStatus.RUNNING, "end_time": None, "message": "it runs"}
+        return [
+            SimpleNamespace(
+                submission_id=f"raysubmit_{number}",
+                start_time=number,
+                metadata={"regrow_run": "mine"} | ({"regrow_folder": folder} if folder else {}),
+                **times,
+            )
+            for number, folder in enumerate(self.folders, 1)
+        ]
+
+    def stop_job(self, job: str) -> None:
+        self.stopped.append(job)
+
+    def submit_job(self, **spec: Any) -> str:
+        self.submitted.append(spec)
+        return "raysubmit_9"
+
+
+def test_a_job_of_the_same_name_with_another_folder_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another user's: stop ended it, and apply was refused while it ran."""
+    client = Shared("s3://theirs/mine")
+    jobs = jobs_of(client, monkeypatch)
+    jobs.stop(wait_s=0)
+    assert client.stopped == []
+    where = "in /shared/me/mine; there is one of that name in s3://theirs/mine"
+    assert f"run 'mine' does not run {where}" in capsys.readouterr().err
+    assert jobs.describe() == [f"no job of run 'mine' on this cluster {where}"]
+    with pytest.raises(ClusterError, match="there is one of that name in s3://theirs/mine; start it with"):
+        jobs.follow()
+    jobs.apply({"entrypoint": "true"})
+    assert len(client.submitted) == 1
+
+
+@pytest.mark.parametrize("folder", ["/shared/me/mine", ""])
+def test_a_job_of_this_folder_or_of_before_folders_were_told_is_stopped(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Shared(folder, "s3://theirs/mine")
+    jobs = jobs_of(client, monkeypatch)
+    jobs.stop(wait_s=0)
+    assert client.stopped == ["raysubmit_1"]
+    with pytest.raises(ClusterError, match="is there as job raysubmit_1"):
+        jobs.apply({"entrypoint": "true"})
+
+
+def test_a_folder_is_the_same_however_its_storage_is_written() -> None:
+    for path in ("/shared/me", "/shared/me/", "file:///shared/me"):
+        assert run_location(compose([*RAY, f"run.storage_path={path}"])) == "/shared/me/mine"
+    assert run_location(compose([*RAY, "run.storage_path='~/me'"])) == str(Path.home() / "me" / "mine")
+    assert run_location(compose([*RAY, "'run.storage_path=s3://b/me/?region=x'"])) == "s3://b/me/mine?region=x"
 
 
 GONE = [
@@ -260,5 +330,5 @@ def test_a_cluster_that_goes_away_before_it_is_asked_for_its_jobs_is_one_line(
 
 def test_a_cluster_that_is_not_there_is_one_line() -> None:
     with pytest.raises(ClusterError, match=r"no Ray cluster lets us in at http://127\.0\.0\.1:9 ") as caught:
-        RayJobs("http://127.0.0.1:9", "mine")
+        RayJobs("http://127.0.0.1:9", "mine", "/shared/me/mine")
     assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,7 +21,7 @@ from regrow.record.history import History
 from regrow.record.lock import is_held
 from regrow.record.log import EVENTS, METRICS, RANKS, read_events, read_metrics
 from regrow.record.status import Status, status_of
-from regrow.storage import Storage
+from regrow.storage import Storage, join_location, local_path
 
 RUN_FILE, CONFIG_FILE, CHECKPOINTS = "run.json", "config.yaml", "checkpoints"
 LEAST_ROOM = 1 << 20  # bytes: a full file system seldom says 0, and a line of the logs may have as many
@@ -29,6 +30,14 @@ DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per
 
 def run_folder(config: PretrainConfig) -> Storage:
     return Storage.at(config.run.storage_path) / config.run.name
+
+
+def run_location(config: PretrainConfig) -> str:
+    """The same folder as a path or URI in full; never opened: this machine may have no way to it."""
+    path = local_path(config.run.storage_path)
+    if "://" in path:
+        return join_location(path, config.run.name)
+    return str(Path(path).expanduser().absolute() / config.run.name)
 
 
 def find_run(name: str) -> Storage:

@@ -19,10 +19,10 @@ from typing import Any
 from regrow.config.store import pretrain_config
 from regrow.errors import ClusterError, ConfigError, JobNotThereError, RegrowError
 from regrow.record.log import read_events
-from regrow.record.run_folder import read_status
+from regrow.record.run_folder import read_status, run_location
 from regrow.record.status import State, Status
 from regrow.show.units import when
-from regrow.storage import Storage, is_remote, join_location
+from regrow.storage import Storage, is_remote
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay, head_of
 from regrow.submit.reasons import refusal, unix
@@ -122,10 +122,7 @@ def _run_of(entrypoint: str) -> tuple[str, str]:
             f"this checkout does not know the settings of the job ({error}); look from one that does, or name the "
             "run's folder"
         ) from error
-    path = config.run.storage_path  # never opened: this machine may have no way to it
-    if "://" in path:
-        return config.run.name, join_location(path, config.run.name)
-    return config.run.name, str(Path(path).expanduser().absolute() / config.run.name)
+    return config.run.name, run_location(config)
 
 
 def _newest(jobs: Sequence[Any], run: str | None, address: str) -> tuple[Any, tuple[str, str], str]:

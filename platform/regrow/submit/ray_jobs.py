@@ -18,6 +18,7 @@ from regrow.config.check import places_read
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError
 from regrow.record.provenance import top_of_checkout
+from regrow.record.run_folder import run_location
 from regrow.show.units import when
 from regrow.storage import local_path
 from regrow.submit.kuberay import LostSight
@@ -27,7 +28,7 @@ from regrow.submit.render import IN_IMAGE, Code, config_sha256, entrypoint
 
 CHECKOUT = Path(__file__).parents[3]
 LEFT_OUT = [".git", ".venv", "/runs", ".cache", ".whl", "**/__pycache__", "/docs", "/tests", "/benchmarks", "*.env"]
-RUN = "regrow_run"  # key of a job's metadata
+RUN, FOLDER = "regrow_run", "regrow_folder"  # keys of a job's metadata
 POLL_S = 1.0
 STOPPING_S = 60.0
 AGENT_S = 60.0  # a head that has just started, or is very busy, has no agent for jobs for a while
@@ -49,6 +50,7 @@ def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[
         },
         "metadata": {
             RUN: config.run.name,
+            FOLDER: run_location(config),
             "git_sha": code.git_sha or "unknown",
             "config_sha256": config_sha256(config),
         },
@@ -93,9 +95,10 @@ def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
 class RayJobs:
     """The jobs of one run on one cluster. A token is used as Ray does; see `job_status.use_token`."""
 
-    def __init__(self, address: str | None, run: str) -> None:
-        """Raises ClusterError where no cluster answers, or none that lets us in."""
-        self.run = run
+    def __init__(self, address: str | None, run: str, folder: str) -> None:
+        """`folder` as `run_location` has it. Raises ClusterError where no cluster answers, or none that lets us in."""
+        self.run, self.folder = run, folder
+        self.elsewhere = ""  # in which other folder a newer job of that name has its run, as of the last look
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of .gitignore, which is what we want
         try:
             self.client = JobSubmissionClient(address)
@@ -152,7 +155,7 @@ class RayJobs:
         """How the run's jobs are doing, the newest first."""
         jobs = self._jobs()
         if not jobs:
-            return [f"no job of run {self.run!r} on this cluster"]
+            return [f"no job of run {self.run!r} on this cluster{self.elsewhere}"]
         return [
             f"{job.submission_id}: {job.status.value}, commit {(job.metadata or {}).get('git_sha', '?')}, started "
             f"{_clock(job.start_time)}{f', ended {_clock(job.end_time)}' if job.end_time else ''}: {job.message}"
@@ -166,7 +169,7 @@ class RayJobs:
         """
         newest = self.newest()
         if newest is None or newest.status not in ALIVE:
-            print(f"run {self.run!r} does not run", file=sys.stderr)
+            print(f"run {self.run!r} does not run{self.elsewhere}", file=sys.stderr)
             return
         job = str(newest.submission_id)
         try:
@@ -196,13 +199,19 @@ class RayJobs:
             jobs = self.client.list_jobs()
         except AWAY as error:
             raise ClusterError(f"the Ray cluster does not say which jobs it has ({refusal(error)})") from error
-        mine = [job for job in jobs if (job.metadata or {}).get(RUN) == self.run]
-        return sorted(mine, key=lambda job: job.start_time or 0, reverse=True)
+        named = [job for job in jobs if (job.metadata or {}).get(RUN) == self.run]
+        named.sort(key=lambda job: job.start_time or 0, reverse=True)
+        folders = [(job.metadata or {}).get(FOLDER, self.folder) for job in named]  # jobs of before have none
+        others = [folder for folder in folders if folder != self.folder]
+        self.elsewhere = f" in {self.folder}; there is one of that name in {others[0]}" if others else ""
+        return [job for job, folder in zip(named, folders, strict=True) if folder == self.folder]
 
     def _submission(self) -> str:
         newest = self.newest()
         if newest is None:
-            raise ClusterError(f"no job of run {self.run!r} on this cluster; start it with submit.action=apply")
+            raise ClusterError(
+                f"no job of run {self.run!r} on this cluster{self.elsewhere}; start it with submit.action=apply"
+            )
         return str(newest.submission_id)
 
 

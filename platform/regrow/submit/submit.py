@@ -18,6 +18,7 @@ from regrow.data.preflight import check_corpus
 from regrow.errors import ConfigError, UnseenError
 from regrow.forecast.settle import settled
 from regrow.record.provenance import ROOT, git_sha, untracked
+from regrow.record.run_folder import run_location
 from regrow.storage import local_path
 from regrow.submit.check import broken_rules, check_may_apply, check_secrets, check_storage, check_submit
 from regrow.submit.job_status import use_token
@@ -88,7 +89,7 @@ def _on_ray(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[[], 
         if action is SubmitAction.render:
             sys.stdout.write(yaml.safe_dump(spec, sort_keys=False, width=110))
             return 0
-    jobs = RayJobs(options.address, config.run.name)
+    jobs = RayJobs(options.address, config.run.name, run_location(config))
     return _act(jobs, config, start=lambda: jobs.apply(spec))
 
 
