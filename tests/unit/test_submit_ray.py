@@ -275,7 +275,7 @@ def test_a_folder_is_the_same_however_its_storage_is_written() -> None:
     for path in ("/shared/me", "/shared/me/", "file:///shared/me"):
         assert run_location(compose([*RAY, f"run.storage_path={path}"])) == "/shared/me/mine"
     assert run_location(compose([*RAY, "run.storage_path='~/me'"])) == str(Path.home() / "me" / "mine")
-    assert run_location(compose([*RAY, "'run.storage_path=s3://b/me/?region=x'"])) == "s3://b/me/mine?region=x"
+    assert run_location(compose([*RAY, "run.storage_path='s3://b/me/?region=x'"])) == "s3://b/me/mine?region=x"
 
 
 GONE = [
