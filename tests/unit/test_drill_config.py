@@ -5,8 +5,11 @@ import os
 import re
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hydra
 import pytest
@@ -23,6 +26,8 @@ from regrow.drill.job import undisturbed_run
 from regrow.drill.log import Record
 from regrow.drill.run import check_fits, check_memory, check_settings, keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
+from regrow.record.lock import lock_run
+from regrow.record.log import encode
 from regrow.record.run_folder import write_record
 from regrow.show.console import Console
 from regrow.storage import LocalStorage
@@ -348,3 +353,78 @@ def test_an_undisturbed_run_that_is_stopped_leaves_no_snapshots(
     with pytest.raises(KeyboardInterrupt), Console(sys.stderr) as console:
         job.reference_rows(config, console)
     assert list(memory.iterdir()) == [of_another]
+
+
+def row_of(step: int) -> bytes:
+    return encode({"step": step, "loss": 8.0, "generation": 1, "time": 1.0})
+
+
+def test_an_undisturbed_run_that_another_drill_makes_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second of two drills of the same settings failed: the reference's folder was in use."""
+    config = composed("+drill=kill_worker", f"run.storage_path={tmp_path}", "train.steps=3")
+    folder = LocalStorage(tmp_path / undisturbed_run(config).run.name)
+    lock = lock_run(folder)
+    assert lock is not None
+    waits = threading.Event()
+
+    def train() -> None:
+        assert waits.wait(60.0)
+        with open(folder.root / "metrics.jsonl", "ab") as metrics:
+            metrics.write(b"".join(map(row_of, (1, 2, 3))))
+
+    monkeypatch.setattr(job, "start_pretrain", lambda *_: pytest.fail("it runs already"))
+    monkeypatch.setattr(job.time, "sleep", lambda seconds: waits.set())
+    other = threading.Thread(target=train)
+    other.start()
+    with Console(sys.stderr) as console:
+        rows = job.reference_rows(config, console)
+    other.join()
+    lock.close()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert "waiting for the first 3 steps of another job, maybe a drill's: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other_trains_on", [True, False])
+def test_an_undisturbed_run_that_another_drill_began_a_moment_sooner_is_waited_for(
+    other_trains_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshots are left alone; where its drill is stopped, ours makes the rest."""
+    memory = tmp_path / "memory"
+    of_other = memory / "regrow-theirs-node"
+    settings = ("train.steps=3", f"snapshot.folder={memory}", f"run.storage_path={tmp_path}")
+    config = composed("+drill=kill_worker", *settings)
+    folder = LocalStorage(tmp_path / undisturbed_run(config).run.name)
+    locks: list[Any] = []
+    started: list[int] = []
+
+    def write(*steps: int) -> None:
+        with open(folder.root / "metrics.jsonl", "ab") as metrics:
+            metrics.write(b"".join(map(row_of, steps)))
+
+    def start(arguments: list[str], output: Path, ray_folder: str) -> Any:
+        """The first is refused, as another one has begun."""
+        started.append(len(started))
+        output.write_bytes(b"error: run folder is in use")
+        if len(started) == 1:
+            write_record(folder, run_id="theirs", identity={}, manifest_sha256="aa", is_new=True)
+            of_other.mkdir(parents=True)
+            locks.append(lock_run(folder))
+            write(1)
+        else:
+            write(2, 3)
+        return SimpleNamespace(poll=lambda: 1, kill=lambda: None, wait=lambda: None)
+
+    def sleep(seconds: float) -> None:
+        assert of_other.is_dir()
+        if other_trains_on:
+            write(2, 3)
+        else:
+            locks.pop().close()
+
+    monkeypatch.setattr(job, "start_pretrain", start)
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    with Console(sys.stderr) as console:
+        assert [row["step"] for row in job.reference_rows(config, console)] == [1, 2, 3]
+    assert len(started) == (1 if other_trains_on else 2)

@@ -21,6 +21,7 @@ from regrow.drill.log import RunFollower
 from regrow.drill.nodes import Nodes, Process, start_pretrain
 from regrow.drill.processes import of_ray, send, wait_until_gone
 from regrow.errors import ConfigError, RegrowError
+from regrow.record.lock import is_held
 from regrow.record.run_folder import read_record, run_folder
 from regrow.show.console import Console
 
@@ -123,23 +124,38 @@ def undisturbed_run(config: DrillJobConfig) -> PretrainConfig:
 
 
 def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, Any]]:
-    """Rows of the same run with one worker and nothing happening: read, or made now, which takes as long as it takes.
+    """Rows of the same run with one worker and nothing happening: read, or made now, which takes as long as it takes,
+    by another drill of the same settings where one does that already.
 
     Raises RegrowError where it fails.
     """
     undisturbed = undisturbed_run(config)
-    steps = undisturbed.train.stop_at_step
+    steps, storage = undisturbed.train.stop_at_step, run_folder(undisturbed)
     assert steps is not None
-    folder = run_folder(undisturbed).local_path
-    watch = RunFollower(folder)
+    watch = RunFollower(storage.local_path)
     watch.poll()
-    if watch.step >= steps:
-        return watch.rows[:steps]
+    while watch.step < steps:
+        if is_held(storage, None):
+            console.message(f"waiting for the first {steps} steps of another job, maybe a drill's: {storage}")
+        else:
+            said = _train_undisturbed(undisturbed, steps, watch, console)
+            if watch.step < steps and not is_held(storage, None):  # else another drill was faster
+                raise RegrowError(f"the undisturbed run ended at step {watch.step} of {steps}: {said}")
+        while watch.step < steps and is_held(storage, None):
+            time.sleep(POLL_S)
+            watch.poll()
+        watch.poll()
+    return watch.rows[:steps]
+
+
+def _train_undisturbed(config: PretrainConfig, steps: int, watch: RunFollower, console: Console) -> str:
+    """Its last words, with the file that has all of them."""
+    folder = run_folder(config).local_path
     console.message(f"first {steps} steps with nothing happening, at one worker, to compare with: {folder}")
     with tempfile.TemporaryDirectory(prefix="rgf", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
         output = folder.parent / f"{folder.name}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
-        arguments = pretrain_overrides(undisturbed, chosen(given_overrides()))
+        arguments = pretrain_overrides(config, chosen(given_overrides()))
         process = start_pretrain(arguments, output, ray_folder)
         console.start([], steps=steps)
         try:
@@ -153,14 +169,11 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
             process.kill()
             wait_until_gone(send(signal.SIGKILL, of_ray(ray_folder)), GONE_S)
             process.wait()
-            _delete_snapshots(undisturbed)
+            if not is_held(run_folder(config), None):  # else they are another drill's
+                _delete_snapshots(config)
     watch.poll()
-    if watch.step < steps:
-        said = _tail(output)
-        raise RegrowError(
-            f"the undisturbed run ended at step {watch.step} of {steps}: {said[-1] if said else ''} ({output})"
-        )
-    return watch.rows[:steps]
+    said = _tail(output)
+    return f"{said[-1] if said else ''} ({output})"
 
 
 @contextmanager
