@@ -15,7 +15,7 @@ import pytest
 
 from regrow import direct_file
 from regrow.config import store
-from regrow.config.check import check, check_data, geometry, topologies, world_sizes
+from regrow.config.check import check, check_data, check_new, geometry, topologies, world_sizes
 from regrow.config.schema import (
     AttentionKernel,
     ClusterConfig,
@@ -26,6 +26,7 @@ from regrow.config.schema import (
     PipelineSchedule,
     PretrainConfig,
     RopeScaling,
+    Schedule,
 )
 from regrow.config.spares import most_workers
 from regrow.config.store import as_typed, load_run_config, pretrain_config, pretrain_overrides, to_dict
@@ -394,6 +395,11 @@ def test_the_defaults_pass_every_rule() -> None:
         ("cluster.spare_workers", "many"),
         ("cluster.quarantine_failures", -1),
         ("cluster.quarantine_s", -1.0),
+        ("cluster.quarantine_s", 1.0),
+        ("cluster.max_failures", -2),
+        ("cluster.cpus_per_worker", 1e-5),
+        ("data.stream_cpus", -1.0),
+        ("data.stream_cpus", 1e-5),
         ("cluster.probe_every_steps", -1),
         ("cluster.verify_every_steps", -1),
         ("cluster.least_link_gb_per_s", -1),
@@ -467,13 +473,32 @@ def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
 def test_moments_in_bfloat16_take_betas_with_which_they_fall(key: str) -> None:
     config = PretrainConfig()
     setattr(config.optim, key, 0.999)
-    check(config)
+    check_new(config)
     config.optim.moments = Dtype.bfloat16
+    check(config)  # a run that began so, before, goes on
     with pytest.raises(
         ConfigError, match=rf"optim.{key}=0.999 with optim.moments=bfloat16: .* set optim.{key}=0.99 or"
     ):
-        check(config)
+        check_new(config)
     setattr(config.optim, key, 0.99)
+    check_new(config)
+
+
+def test_units_that_verify_each_other_need_a_slot_more() -> None:
+    config = PretrainConfig()
+    config.cluster.max_workers, config.snapshot.slots = 3, 2
+    check(config)
+    config.cluster.verify_every_steps = 100
+    with pytest.raises(ConfigError, match=r"snapshot\.slots=2 must be at least 3 with .*verify_every_steps=100"):
+        check(config)
+    config.snapshot.every_steps = 0
+    check(config)
+
+
+def test_nodes_of_spares_hold_copies_and_a_cosine_has_no_decay_of_its_own() -> None:
+    config = PretrainConfig()
+    config.cluster.max_workers, config.cluster.spare_workers, config.snapshot.copies = 2, 2, 2
+    config.optim.schedule, config.optim.warmup_fraction = Schedule.cosine, 0.8
     check(config)
 
 

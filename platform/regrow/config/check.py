@@ -16,10 +16,11 @@ from regrow.config.schema import (
     Float8,
     PlanJobConfig,
     PretrainConfig,
+    Schedule,
     SimulateJobConfig,
 )
 from regrow.config.snapshots import takes_snapshots
-from regrow.config.spares import AUTO, num_beyond, parks
+from regrow.config.spares import AUTO, most_workers, num_beyond, parks
 from regrow.config.stages import pipelines_of, stages_per_rank
 from regrow.errors import BatchError, ConfigError
 from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
@@ -27,6 +28,7 @@ from regrow.plan.mixture import plan_mixture
 from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
 
 CREDENTIALS = re.compile(r"://[^\s:@/]*:(?!\d+/)[^\s@]+@")  # in a URI; behind a port is a path
+LEAST_CPUS = 1e-4  # Ray rounds to it
 BFLOAT16_BETA = 0.99  # most with moments in bfloat16, which rounds changes of up to 2^-8 away; 1 - beta is the largest
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
@@ -216,7 +218,13 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.backend={cluster.backend.value} with cluster.gpus_per_worker={cluster.gpus_per_worker}: nccl is for "
         "GPUs, gloo and asynchronous are for CPUs; cluster.backend=auto chooses",
     )
-    _need(cluster.cpus_per_worker > 0, f"cluster.cpus_per_worker={cluster.cpus_per_worker} must be positive")
+    _need(
+        cluster.cpus_per_worker >= LEAST_CPUS,
+        f"cluster.cpus_per_worker={cluster.cpus_per_worker} must be at least {LEAST_CPUS}",
+    )
+    _need(
+        cluster.max_failures >= -1, f"cluster.max_failures={cluster.max_failures} must be at least 0, or -1: no limit"
+    )
     threads = cluster.threads_per_worker
     _need(
         threads is None or threads >= 1,
@@ -255,7 +263,7 @@ def _cluster(config: PretrainConfig) -> None:
     _need(drain_s >= 0, f"cluster.drain_slow_s={drain_s} must be seconds of slowness, or 0: no node is left for it")
     stuck_s = cluster.stuck_s
     _need(stuck_s == 0 or stuck_s >= 5, f"cluster.stuck_s={stuck_s} must be at least 5 seconds, or 0: never")
-    for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0), ("quarantine_s", 0.0)):
+    for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0), ("quarantine_s", 60.0)):
         value = getattr(cluster, name)
         _need(value >= least, f"cluster.{name}={value} must be at least {least:g} seconds")
 
@@ -314,6 +322,10 @@ def _data(config: PretrainConfig) -> None:
     _need(
         data.storage_timeout_s >= 0, f"data.storage_timeout_s={data.storage_timeout_s} must be at least 0: never wait"
     )
+    _need(
+        data.stream_cpus == 0 or data.stream_cpus >= LEAST_CPUS,
+        f"data.stream_cpus={data.stream_cpus} must be 0, or at least {LEAST_CPUS}: Ray counts no less of a CPU",
+    )
     _need(data.cache_gb > 0, f"data.cache_gb={data.cache_gb} must be positive")
     _need(
         not data.mixture or len(data.corpora) > 0,
@@ -334,19 +346,26 @@ def _optim(config: PretrainConfig) -> None:
     for key in ("min_lr_ratio", "warmup_fraction", "decay_fraction"):
         _need(0 <= getattr(optim, key) <= 1, f"optim.{key}={getattr(optim, key)} must be between 0 and 1")
     _need(
-        optim.warmup_fraction + optim.decay_fraction <= 1,
+        optim.schedule is not Schedule.wsd or optim.warmup_fraction + optim.decay_fraction <= 1,
         f"optim.warmup_fraction={optim.warmup_fraction} and optim.decay_fraction={optim.decay_fraction} "
         "add up to more than 1; lower one",
     )
     for key in ("beta1", "beta2"):
         beta = getattr(optim, key)
         _need(0 <= beta < 1, f"optim.{key}={beta} must be at least 0 and below 1")
-        _need(
-            optim.moments is Dtype.float32 or beta <= BFLOAT16_BETA,
-            f"optim.{key}={beta} with optim.moments={optim.moments.value}: a step changes that moment by less than "
-            f"bfloat16 keeps: it hardly falls; set optim.{key}={BFLOAT16_BETA} or less, or optim.moments=float32",
-        )
     _need(optim.max_grad_norm > 0, f"optim.max_grad_norm={optim.max_grad_norm} must be positive")
+
+
+def check_new(config: PretrainConfig) -> None:
+    """Raises ConfigError for what no run should begin with; one that has goes on."""
+    optim = config.optim
+    for key in ("beta1", "beta2"):
+        _need(
+            optim.moments is Dtype.float32 or getattr(optim, key) <= BFLOAT16_BETA,
+            f"optim.{key}={getattr(optim, key)} with optim.moments={optim.moments.value}: a step changes that moment "
+            f"by less than bfloat16 keeps: it hardly falls; set optim.{key}={BFLOAT16_BETA} or less, or "
+            "optim.moments=float32",
+        )
 
 
 def _parallel(config: PretrainConfig) -> None:
@@ -567,7 +586,12 @@ def _checkpoint(config: PretrainConfig) -> None:
         f"snapshot.slots={snapshot.slots} must be at least 2: one is filled while the other is the newest that is safe",
     )
     cluster = config.cluster
-    most_nodes = cluster.local_nodes or cluster.max_workers
+    _need(
+        snapshot.slots >= 3 or not (cluster.verify_every_steps and takes_snapshots(snapshot)),
+        f"snapshot.slots={snapshot.slots} must be at least 3 with cluster.verify_every_steps="
+        f"{cluster.verify_every_steps}: one is the newest verified, one the newest, and one is filled",
+    )
+    most_nodes = cluster.local_nodes or most_workers(cluster)
     _need(
         1 <= snapshot.copies <= max(1, most_nodes - 1),
         f"snapshot.copies={snapshot.copies} must be 1 to {max(1, most_nodes - 1)}: each is on another one of at most "

@@ -151,7 +151,7 @@ class ClusterConfig:
     least_link_gb_per_s: float = 0.0  # a node that reaches others slower does not join; one TCP connection's GB/s
     quarantine_failures: int = 3  # of one node within an hour: it is left alone; 0: never
     quarantine_s: float = 3600.0  # for so long
-    max_failures: int = 1000  # group restarts before the run gives up
+    max_failures: int = 1000  # group restarts before the run gives up; -1: no limit
     dashboard: bool = True  # start the Ray dashboard with a local Ray
     dashboard_port: int = 8265  # of a local Ray; the next free port is taken when it is busy
 

@@ -90,7 +90,7 @@ class MemoryTier:
                 raise CheckpointError(
                     f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; one rank's "
                     f"snapshot.slots={self.config.slots} take {need / 1e9:.2f} GB: give the node more memory (on "
-                    "Kubernetes, a larger memory volume), lower snapshot.slots (at least 2), raise "
+                    "Kubernetes, a larger memory volume), lower snapshot.slots, raise "
                     "cluster.min_workers, or take no snapshots: snapshot.every_steps=0"
                 )
             self.coordinator.register_keeper(self.keeper, info)
@@ -304,6 +304,6 @@ class MemoryTier:
             f"{need.total / 1e9:.2f} GB are needed: {need.at_smallest / 1e9:.2f}, for {ranks_on_node} ranks, copies of "
             f"{copied} of other nodes and snapshot.slots={self.config.slots} in a group of "
             f"cluster.min_workers={cluster.min_workers}, and {need.of_before / 1e9:.2f} of the group before it; raise "
-            "cluster.min_workers, lower snapshot.slots (at least 2) or snapshot.copies, or give the nodes more memory "
+            "cluster.min_workers, lower snapshot.slots or snapshot.copies, or give the nodes more memory "
             "(on Kubernetes, a larger memory volume)"
         )

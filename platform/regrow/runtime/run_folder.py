@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from regrow.config.check import check_new
 from regrow.config.plain import to_yaml
 from regrow.config.schema import Dtype, PretrainConfig
 from regrow.errors import ResumeError
@@ -42,13 +43,15 @@ def check_may_start(config: PretrainConfig) -> None:
     """Refuse, before anything slow happens, to touch an existing run that this config cannot continue.
 
     The folder that runs are in is made, where it is a local one and the run's own is not there. Raises ResumeError for
-    a folder that something else fills, and for settings that the weights depend on, with the difference; StorageError
-    where the run's folder cannot be written to, or not be made.
+    a folder that something else fills, and for settings that the weights depend on, with the difference; ConfigError
+    for what no run should begin with; StorageError where the run's folder cannot be written to, or not be made.
     """
     folder = run_folder(config)
     _check_writable(config, folder)
     _check_complete(folder)
     record = read_record(folder)
+    if record is None or record["manifest_sha256"] is None:
+        check_new(config)
     if record is None:
         return
     if not config.run.resume:
