@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from regrow.control.health import Pulse, left_behind
 from regrow.control.slow import Worker
+from regrow.parallel import tree
 from regrow.runtime.abort import Breaker, listening
 from regrow.runtime.liveness import pulse as pulse_module
 from regrow.runtime.liveness.heartbeat import RECORDERS, Heartbeat, newest_collective
@@ -124,8 +125,29 @@ def test_what_a_recorder_tells_of_a_collectives_end(newest, waits):
     ended = {"record_id": 2999, "state": "completed", "retired": True, "time_created_ns": 100}
     entries = [broken_off, ended, {"record_id": 3000, "time_created_ns": 101, **newest}]
     dump = json.dumps({"version": "2.10", "entries": entries})
-    assert newest_collective(dump.encode(), 100) == (3001, 101 if waits else 0)
-    assert newest_collective(b'{"version": "2.10"}', 100) == (0, False)
+    assert newest_collective(dump.encode(), 2999) == (3001, 101 if waits else 0)
+    assert newest_collective(b'{"version": "2.10"}', 2999) == (0, False)
+
+
+def test_a_clock_that_is_set_back_does_not_make_a_collective_one_of_an_earlier_generation(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse_module, "WHERE_S", 60.0)
+    with pytest.raises(RuntimeError), tree._recorded():
+        raise RuntimeError("the group before was broken off")
+    heartbeat, now_ns = Heartbeat(tmp_path), time.time_ns
+
+    def waits(asked: int) -> bool:
+        ControlWord(traces=asked).write(tmp_path)
+        (pulse,) = where(tmp_path, asked)
+        return pulse.waits and pulse.waits_s >= 0.0
+
+    heartbeat.enter(1, Breaker())
+    assert not waits(1)
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() - 3600 * 10**9)
+    with tree._recorded():
+        assert waits(2)
+        monkeypatch.setattr(time, "time_ns", lambda: now_ns() - 7200 * 10**9)
+        assert waits(3)
+    assert not waits(4)
 
 
 def test_torch_has_the_recorder_that_is_asked():

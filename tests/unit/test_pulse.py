@@ -172,7 +172,7 @@ def test_a_look_brings_what_a_worker_waits_in_and_not_all_that_it_has_done(tmp_p
 
 def test_of_an_earlier_generation_which_was_broken_off_and_never_ends_nothing_is_said() -> None:
     record = {"entries": [collective(number, ended=False) for number in range(4)], "version": "2.10"}
-    said = json.loads(shortened(json.dumps(record), since_ns=2))
+    said = json.loads(shortened(json.dumps(record), first=2))
     assert said == {"entries": record["entries"][2:], "version": "2.10"}
 
 

@@ -63,7 +63,9 @@ class Heartbeat:
         self._took_s: dict[Phase, deque[float]] = {}
         self._spent, self._rows = Spent(), 0
         self._at_a_collective, self._at_a_message = _at_hosts, _at_none
-        self._entered_ns = 0  # the generation
+        # collectives begun before the generation, by recorder, as no clock tells that may be set back; None: not counted
+        # yet since the one before, which takes 50 ms
+        self._before: list[int] | None = None
         self._lock = threading.Lock()
         # the signal appends, and a keeper that asks empties it before: written from an offset of its own it would grow
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "a")  # noqa: SIM115
@@ -73,9 +75,9 @@ class Heartbeat:
 
     def enter(self, generation: int, breaker: Breaker) -> None:
         """This process is in a generation, which `breaker` breaks off."""
+        self._count()
         with self._lock:
             self._generation, self._step, self._breaker = generation, NOTHING, breaker
-            self._entered_ns = time.time_ns()
             self._look_at = time.monotonic() + self._collective_timeout_s
             self._spent, self._rows = Spent(), 0
             self._at_a_collective, self._at_a_message = _at_hosts, _at_none
@@ -137,7 +139,14 @@ class Heartbeat:
     def leave(self) -> None:
         """The generation is over for this process: nothing of it is left to break off."""
         with self._lock:
-            self._generation = NOTHING
+            self._generation, self._before = NOTHING, None
+
+    def _count(self) -> None:
+        """While this process is in no generation."""
+        if self._before is None:
+            before = [_num_begun(dump) for dump in _recorded()]
+            with self._lock:
+                self._before = before if self._before is None else self._before
 
     def _run(self, asked: int) -> None:
         said = ""
@@ -152,6 +161,7 @@ class Heartbeat:
 
     def _look(self, asked: int) -> int:
         """Tell what this process does, and do what the node's keeper asks for; the number of the newest question."""
+        self._count()
         self._pulse.spent(self._spent)
         took_s = list(self._took_s.items())  # of a phase that ends for the first time just now there is none yet
         longest_s = {phase: max(list(each), default=0.0) for phase, each in took_s}
@@ -172,25 +182,30 @@ class Heartbeat:
         self._look_at = time.monotonic() + LOOK_S
         begun_ns = time.time_ns() - self._collective_timeout_s * 1e9
         with contextlib.suppress(KeyError, TypeError, ValueError):  # of a format that is not as we know it
-            pending = [entry for dump in _recorded() for entry in pending_collectives(dump, self._entered_ns)]
+            pending = [entry for dump, first in self._records() for entry in pending_collectives(dump, first)]
             return any(entry["time_created_ns"] < begun_ns for entry in pending)
         return False
+
+    def _records(self) -> list[tuple[bytes, int]]:
+        """What each recorder has, and its first number in this generation."""
+        dumps = _recorded()
+        return list(zip(dumps, [*(self._before or ()), *[0] * len(dumps)], strict=False))
 
     def _say_where(self, asked: int) -> None:
         """As torch's flight recorder knows; what it kept is for people, too.
 
         Its format is torch's own: where it is another one nothing is said, and so no rank is given up.
         """
-        dumps, trace = _recorded(), self._folder / f"{TRACE}-{os.getpid()}"
+        records, trace = self._records(), self._folder / f"{TRACE}-{os.getpid()}"
         try:
-            said = (shortened(dump.decode(errors="replace"), self._entered_ns) for dump in dumps)
+            said = (shortened(dump.decode(errors="replace"), first) for dump, first in records)
             trace.write_text("\n".join(said))
         except OSError:  # a part of it would take what memory is left
             trace.unlink(missing_ok=True)
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            found = [*(newest_collective(dump, self._entered_ns) for dump in dumps), self._at_a_message()]
+            found = [*(newest_collective(dump, first) for dump, first in records), self._at_a_message()]
             begun, since = sum(begun for begun, _ in found), [at_ns for _, at_ns in found if at_ns]
-            waits_s = (time.time_ns() - min(since)) / 1e9 if since else 0.0
+            waits_s = max(0.0, (time.time_ns() - min(since)) / 1e9) if since else 0.0
             # a host that has queued its collectives behind a kernel that hangs does not wait for the others
             self._pulse.answer(asked, begun, waits_s, waits=bool(since) and self._at_a_collective())
 
@@ -212,18 +227,24 @@ def _recorded() -> list[bytes]:
     return [*dumps, tree.flight_record(), *([asynchronous.flight_record()] if asynchronous else [])]
 
 
-def pending_collectives(dump: bytes, since_ns: int) -> list[dict[str, Any]]:
-    """The collectives that were begun since a time and have not ended, by torch's flight recorder (JSON)."""
+def _num_begun(dump: bytes) -> int:
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # of a format that is not as we know it
+        return newest_collective(dump, 0)[0]
+    return 0
+
+
+def pending_collectives(dump: bytes, first: int) -> list[dict[str, Any]]:
+    """The collectives from a number on that have not ended, by torch's flight recorder (JSON)."""
     entries = json.loads(dump).get("entries", [])  # none where there was no collective yet
-    return [entry for entry in entries if not has_ended(entry) and entry["time_created_ns"] >= since_ns]
+    return [entry for entry in entries if not has_ended(entry) and entry["record_id"] >= first]
 
 
-def newest_collective(dump: bytes, since_ns: int) -> tuple[int, int]:
-    """How many collectives a process has begun, and when the first of those since a time that have not ended (unix
+def newest_collective(dump: bytes, first: int) -> tuple[int, int]:
+    """How many collectives a process has begun, and when the first of those from a number on that have not ended (unix
     time, ns; 0: none), by torch's flight recorder (JSON): one of an earlier generation, which was broken off, never
     ends there."""
     entries = json.loads(dump).get("entries", [])
     begun = 1 + max((entry["record_id"] for entry in entries), default=NOTHING)
     # a message is asked for ahead: a rank computes meanwhile
-    pending = [entry for entry in pending_collectives(dump, since_ns) if not entry.get("is_p2p", False)]
+    pending = [entry for entry in pending_collectives(dump, first) if not entry.get("is_p2p", False)]
     return begun, min((int(entry["time_created_ns"]) for entry in pending), default=0)

@@ -159,12 +159,12 @@ def has_ended(collective: Mapping[str, Any]) -> bool:
     return bool(collective["retired"] or collective["state"] == "completed")
 
 
-def shortened(record: str, since_ns: int = 0) -> str:
-    """A flight record (JSON), of the collectives since a time (unix time, ns) those that have not ended, oldest first,
-    and the newest of the others; as it is where its format is another one."""
+def shortened(record: str, first: int = 0) -> str:
+    """A flight record (JSON), of the collectives from a number on those that have not ended, oldest first, and the
+    newest of the others; as it is where its format is another one."""
     try:
         content = json.loads(record)
-        entries = [each for each in content.pop("entries") if int(each.get("time_created_ns", since_ns)) >= since_ns]
+        entries = [each for each in content.pop("entries") if int(each.get("record_id", first)) >= first]
         over = [each for each in entries if has_ended(each)]
         pending = [each for each in entries if not has_ended(each)]
         return json.dumps({"entries": pending + over[-NEWEST:], **content})
