@@ -1,8 +1,8 @@
 """Pretrain a Llama without Ray or Hydra, under torchrun or in one process; the page to read first.
 
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-  torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun model=8b data=fineweb_edu parallel.dtype=bfloat16 \\
-      optim.num_slices=512 optim.global_batch_seqs=512
+  torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun run.name=llama8b-torchrun model=8b data=fineweb_edu \\
+      parallel.dtype=bfloat16 optim.num_slices=512 optim.global_batch_seqs=512
   python -m jobs.pretrain_torchrun run.name=alone train.steps=100
 
 Step, data order, batches, checkpoints and run folder are those of `python -m jobs.pretrain`, which goes on with such a

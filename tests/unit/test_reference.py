@@ -1,12 +1,17 @@
 """docs/configuration.md says what the schema says."""
 
 import os
+import re
+import shlex
+from collections import defaultdict
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
 from regrow.config import schema
+from regrow.config.store import pretrain_config
+from regrow.record.run_folder import identity
 from support.reference import PAGE, ROOT, read_schema, render
 
 SOURCE = Path(schema.__file__).read_text()
@@ -61,3 +66,23 @@ def test_the_choices_of_a_group_are_told_with_their_comments(tmp_path: Path) -> 
 def test_a_setting_without_help_is_refused(source: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_schema(source)
+
+
+def examples(page: str) -> list[list[str]]:
+    """The arguments of each indented command that trains."""
+    text = re.sub(r"\\+\n *", "", (ROOT / page).read_text())  # as one line
+    found = re.findall(r"^ +(?:python|torchrun \S+ \d+) -m jobs\.pretrain(?:_torchrun)?\b(.*)$", text, re.MULTILINE)
+    return [shlex.split(re.sub(r" #.*|  .*", "", each)) for each in found]
+
+
+def test_commands_of_the_documents_that_make_other_models_make_other_runs() -> None:
+    """Before, most of them were of run.name=debug, and refused where one of them had run."""
+    pages = ["README.md", "conf/pretrain.yaml", "jobs/pretrain_torchrun.py"]
+    pages += [str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")]
+    runs = defaultdict(set)
+    for page in pages:
+        for arguments in examples(page):
+            config = pretrain_config(arguments)
+            runs[config.run.name].add(str(identity(config)))
+    assert {"debug", "mine", "three", "llama150m", "llama8b", "llama8b-torchrun", "mixed"} <= runs.keys()
+    assert [name for name, identities in runs.items() if len(identities) > 1] == []
