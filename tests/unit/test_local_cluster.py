@@ -57,6 +57,21 @@ def test_a_corpus_is_prepared_on_all_cores_of_a_machine_that_would_train_on_seve
     assert [(each.local_nodes, each.max_workers, each.cpus_per_worker) for each in handed] == [(0, 1, 1)]
 
 
+def test_local_nodes_have_room_for_all_workers_in_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six workers on two nodes, `parallel.tp=2`: two nodes of three are room for four."""
+    asked: list[int] = []
+    stand_in = SimpleNamespace(address="", shutdown=lambda: None)
+    joined = SimpleNamespace(dashboard_url="", address_info={"session_dir": ""})
+    monkeypatch.setattr("ray.cluster_utils.Cluster", lambda **options: stand_in)
+    monkeypatch.setattr(cluster, "add_local_node", lambda nodes, config, num_workers: asked.append(num_workers))
+    monkeypatch.setattr(cluster, "check_room", lambda config, unit: None)
+    monkeypatch.setattr(cluster.ray, "init", lambda *address, **options: joined)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda *options: None)
+    with cluster_for(ClusterConfig(local_nodes=2, max_workers=6), 2):
+        pass
+    assert sum(number // 2 * 2 for number in asked) >= 6
+
+
 @pytest.mark.parametrize("local_nodes", [0, 2])
 def test_a_dashboard_whose_port_is_taken_has_the_next_free_one(
     local_nodes: int, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ def cluster_for(config: ClusterConfig, unit: int = 1) -> Iterator[Connection]:
         elif config.local_nodes == 0:
             context = _start_one(config)
         else:
-            context, nodes = _start_several(config)
+            context, nodes = _start_several(config, unit)
     try:
         check_room(config, unit)
         session_dir = context.address_info["session_dir"]
@@ -159,15 +159,17 @@ def _start_one(config: ClusterConfig) -> Any:
         )
 
 
-def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
-    """A head without workers and `local_nodes` nodes, each a raylet of its own, as separate hosts would run them."""
+def _start_several(config: ClusterConfig, unit: int) -> tuple[Any, Any]:
+    """A head without workers and `local_nodes` nodes, each a raylet of its own, as separate hosts would run them.
+
+    Each has room for whole units, so that all workers are in some."""
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 1, "include_dashboard": config.dashboard, "dashboard_port": None}
     with _starting(), _dashboard_from(config.dashboard_port):
         nodes = Cluster(initialize_head=True, head_node_args=head)
         try:
-            per_node = -(-most_workers(config) // config.local_nodes)
+            per_node = -(-most_workers(config) // (config.local_nodes * unit)) * unit
             for _ in range(config.local_nodes):
                 add_local_node(nodes, config, num_workers=per_node)
             return ray.init(address=nodes.address, **_quiet()), nodes
