@@ -63,8 +63,8 @@ class Heartbeat:
         self._took_s: dict[Phase, deque[float]] = {}
         self._spent, self._rows = Spent(), 0
         self._at_a_collective, self._at_a_message = _at_hosts, _at_none
-        # collectives begun before the generation, by recorder, as no clock tells that may be set back; None: not yet counted
-        # since the one before, which takes 50 ms
+        # collectives begun before the generation, by recorder, as no clock tells that may be set back; None: not
+        # counted yet since the one before, which takes 50 ms
         self._before: list[int] | None = None
         self._lock = threading.Lock()
         # the signal appends, and a keeper that asks empties it before: written from an offset of its own it would grow
