@@ -559,8 +559,8 @@ def refusal_of_a_host_apart(arguments: list[str], mounted: Path) -> str:
 
 def refusal(arguments: list[str]) -> str:
     """What this rank is told of a run whose folder it does not get."""
-    set_timeout(datetime.timedelta(seconds=2.0), dist.group.WORLD)
-    lock.LOCK_WAIT_S = 4.0  # of this process
+    set_timeout(datetime.timedelta(seconds=6.0), dist.group.WORLD)
+    lock.LOCK_WAIT_S = 8.0  # of this process
     config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
     with Console(sys.stderr) as console, pytest.raises(ResumeError) as refused:
         TorchrunRun(config, console)
