@@ -24,7 +24,7 @@ def program() -> Iterator[None]:
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except (RegrowError, OSError) as error:
-            if _is_unread(error):
+            if is_unread(error):
                 raise
             sys.exit(f"error: {error}")
 
@@ -41,17 +41,18 @@ def output() -> Iterator[None]:
     except SystemExit as error:
         ending = error
     except BrokenPipeError as error:
-        if not _is_unread(error):
+        if not is_unread(error):
             raise
         ending = SystemExit(INTERRUPTED if isinstance(error.__context__, KeyboardInterrupt) else UNREAD)
     _let_go(sys.stderr)
-    if not _let_go(sys.stdout) and not (ending and ending.code):
-        ending = SystemExit(UNREAD)
+    lost = _let_go(sys.stdout)
+    if lost is not None and not (ending and ending.code):
+        ending = SystemExit(UNREAD if isinstance(lost, BrokenPipeError) else f"error: stdout: {lost.strerror}")
     if ending is not None:
         raise ending
 
 
-def _is_unread(error: BaseException) -> bool:
+def is_unread(error: BaseException) -> bool:
     """Whether it is of the program's output, not of a connection."""
     return isinstance(error, BrokenPipeError) and not (_has_reader(sys.stdout) and _has_reader(sys.stderr))
 
@@ -67,14 +68,14 @@ def _has_reader(stream: TextIO | None) -> bool:
     return not look.poll(0)
 
 
-def _let_go(stream: TextIO | None) -> bool:
-    """Whether what was printed has been read; else the interpreter's last flush goes nowhere, and says nothing."""
+def _let_go(stream: TextIO | None) -> OSError | None:
+    """Why what was printed went nowhere, if it did; then the interpreter's last flush says nothing."""
     if stream is None:
-        return True
+        return None
     try:
         stream.flush()
-    except BrokenPipeError:
+    except OSError as error:
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), stream.fileno())
-        return False
-    return True
+        return error
+    return None

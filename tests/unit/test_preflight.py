@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -28,8 +29,10 @@ from regrow.data.preflight import MARGIN, Outlook, check_corpus
 from regrow.data.prepare.documents import load_recipe
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import train_tokenizer
-from regrow.data.read.corpora import find_corpora
-from regrow.errors import DataError, UnseenError
+from regrow.data.read import corpora as corpora_module
+from regrow.data.read.corpora import begun_with, find_corpora
+from regrow.data.read.manifest import Manifest
+from regrow.errors import DataError, UnavailableError, UnseenError
 from regrow.runtime.run_folder import find_or_create, write_config
 from regrow.storage import RemoteStorage, Storage
 from regrow.submit.submit import look_at_corpus
@@ -103,6 +106,34 @@ def test_a_run_goes_on_with_the_corpus_that_it_began_with_whatever_became_of_its
     for each in (another, other_documents):
         with pytest.raises(DataError, match="own"):
             find_corpora(each, progress=quiet)
+
+
+def test_a_storage_that_cannot_be_reached_hides_no_mistake_in_the_corpus(tmp_path: Path) -> None:
+    """A job was submitted with one, and its cluster started for it."""
+    away = "s3://b/x?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"
+    config = config_of(tmp_path, source=str(tmp_path / "nothing"))
+    config = replace(config, run=RunConfig(storage_path=away), data=replace(config.data, recipe="typo"))
+    with pytest.raises(DataError, match="typo") as refused:
+        check_corpus(config, deadline_s=1.0, footers=False)
+    assert not isinstance(refused.value, UnseenError)
+
+
+def test_the_corpus_of_a_run_is_found_behind_an_endpoint_and_not_taken_for_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, source="s3://b/text")
+    write_config(find_or_create(config, manifest_sha256="ab" * 32), config)
+    folder = "s3://b/runs/data/fineweb_edu-x?endpoint_override=http://h:9"
+    monkeypatch.setattr(corpora_module, "prepared_in", lambda path: iter([folder]))
+    monkeypatch.setattr(Manifest, "load", lambda folder: SimpleNamespace(sha256="ab" * 32))
+    assert begun_with(config) == folder
+
+    def load(folder: str) -> Manifest:
+        raise UnavailableError(f"{folder} does not answer")
+
+    monkeypatch.setattr(Manifest, "load", load)
+    with pytest.raises(UnavailableError):
+        begun_with(config)
 
 
 def test_rows_are_estimated_before_and_counted_after_the_preparation(

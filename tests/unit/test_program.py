@@ -39,6 +39,43 @@ def heard(code: str, **environment: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("context", ["output", "program"])
+def test_a_full_disk_behind_the_output_is_one_line(context: str) -> None:
+    with open("/dev/full", "w") as full:
+        code = f"{IN_MAIN}with {context}(): print('text')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+    assert (done.returncode, done.stderr) == (1, "error: stdout: No space left on device\n")
+
+
+FOLLOWED = """
+from types import SimpleNamespace
+from ray.job_submission import JobStatus
+from regrow.submit.ray_jobs import FOLDER, RUN, RayJobs
+
+class Client:
+    def list_jobs(self):
+        return [SimpleNamespace(metadata={RUN: "mine", FOLDER: "/s/mine"}, start_time=1, submission_id="raysubmit_1",
+                                status=JobStatus.RUNNING, message="")]
+    def get_job_status(self, job):
+        return JobStatus.RUNNING
+    async def tail_job_logs(self, job):
+        for step in range(100_000):
+            yield f"step {step} " + "x" * 200 + "\\n"
+
+jobs = RayJobs.__new__(RayJobs)
+jobs.run, jobs.folder, jobs.client, jobs.elsewhere = "mine", "/s/mine", Client(), ""
+with output():
+    sys.exit(jobs.follow())
+"""
+
+
+def test_a_jobs_logs_that_nobody_reads_any_more_are_not_out_of_sight() -> None:
+    """Before: "lost sight of raysubmit_1 ([Errno 32] Broken pipe)", and status 3."""
+    assert run("-c", IN_MAIN + FOLLOWED) == (UNREAD, "")
+
+
+@pytest.mark.parametrize("context", ["output", "program"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("does", "status"),

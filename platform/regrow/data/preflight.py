@@ -84,8 +84,12 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     if data.corpora:
         named = ", ".join(data.corpora.values())
         return _look_at("data.corpora", named, lambda: _counted(config, data.corpora), deadline_s)
+    unseen: UnseenError | None = None
     if footers or not is_hub(data.source):
-        begun = _look_at("run.storage_path", config.run.storage_path, lambda: _begun(config), deadline_s)
+        try:
+            begun = _look_at("run.storage_path", config.run.storage_path, lambda: _begun(config), deadline_s)
+        except UnseenError as error:
+            begun, unseen = None, error  # what can be seen of the source is looked at all the same
         if begun is not None:
             return begun
     recipe = load_recipe(data.recipe)
@@ -99,6 +103,8 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     tokenizer = None
     if data.tokenizer is not None:
         tokenizer = _look_at("data.tokenizer", data.tokenizer, lambda: _tokenizer(config), deadline_s)
+    if unseen is not None:
+        raise unseen
     prepared = _look_at("run.storage_path", config.run.storage_path, lambda: _prepared(config, recipe), deadline_s)
     if prepared is not None:
         return prepared

@@ -17,6 +17,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from regrow.config.check import places_read
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError
+from regrow.program import is_unread
 from regrow.record.provenance import top_of_checkout
 from regrow.record.run_folder import run_location
 from regrow.show.units import when
@@ -135,6 +136,8 @@ class RayJobs:
                 time.sleep(POLL_S)
             info = self.client.get_job_info(job)
         except AWAY as error:
+            if is_unread(error):
+                raise
             raise LostSight(
                 f"lost sight of {job} ({refusal(error)}); it may well run on: submit.action=logs"
             ) from error

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import yaml
 
-from regrow.config.check import places_read
+from regrow.config.check import check_new, places_read
 from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, SubmitJobConfig
 from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
@@ -123,6 +123,10 @@ def _look_at_corpus(config: SubmitJobConfig) -> None:
     """After all that needs no network. Raises DataError for a corpus that cannot do."""
     if unseen := look_at_corpus(config):
         print(f"note: {unseen}", file=sys.stderr)
+    try:
+        check_new(config)
+    except ConfigError as error:
+        print(f"note: a run that has not begun refuses this: {error}", file=sys.stderr)
 
 
 class _Job(Protocol):

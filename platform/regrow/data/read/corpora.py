@@ -1,6 +1,5 @@
 """The prepared corpora that a run trains on: the one that its recipe makes, or several that it mixes."""
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -19,11 +18,11 @@ from regrow.data.read.batch import Rows, layout_of
 from regrow.data.read.manifest import Manifest, by_another_version
 from regrow.data.read.range_cache import RangeCache
 from regrow.data.read.shards import ShardReader
-from regrow.errors import DataError
+from regrow.errors import DataError, UnavailableError
 from regrow.plan.mixture import Mixture, plan_mixture
 from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order
 from regrow.record.run_folder import read_config, read_record, run_folder
-from regrow.storage import Storage
+from regrow.storage import Storage, split_location
 
 MADE_BY = ("recipe", "source", "tokenizer", "end_of_text", *CONTENT_KEYS)  # settings of a corpus that a recipe makes
 RETRY_S = 1.0  # that a store is asked again for, while its node's other ranks wait: what is patient looks about between
@@ -142,7 +141,7 @@ def begun_with(config: PretrainConfig) -> str | None:
     """The folder of the corpus that a run has begun with, and that its recipe made: its source may have grown since, or
     be gone. None for a run that has not begun, or by other settings, and where that corpus is not there.
 
-    Raises RegrowError for a damaged record, OSError of storage.
+    Raises RegrowError for a damaged record, and where storage does not answer, or OSError.
     """
     run, data = run_folder(config), config.data
     record = read_record(run)
@@ -152,10 +151,14 @@ def begun_with(config: PretrainConfig) -> str | None:
     if any(key not in before or before[key] != getattr(data, key) for key in MADE_BY):
         return None
     for folder in prepared_in(config.run.storage_path):
-        if folder.rpartition("/")[2].startswith(f"{data.recipe}-"):
-            with contextlib.suppress(DataError):  # of an unfinished one
+        if split_location(folder)[1].startswith(f"{data.recipe}-"):
+            try:
                 if Manifest.load(folder).sha256 == record["manifest_sha256"]:
                     return folder
+            except UnavailableError:
+                raise
+            except DataError:
+                continue  # an unfinished one
     return None
 
 
