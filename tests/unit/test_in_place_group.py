@@ -485,6 +485,25 @@ def test_a_group_begins_with_the_places_it_has_where_others_use_the_rest(
         assert [group.number for group in places.groups[: len(first)]] == first
 
 
+def test_places_that_are_there_are_counted_though_a_node_has_gone_before_the_first_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The log had "places for 0 of 2 workers"."""
+    Reserved(monkeypatch, 0, 1, 2)
+    rooms = [4, 3]
+    places = Places(
+        "run",
+        {"CPU": 1.0},
+        at_first=4,
+        least=2,
+        most=4,
+        unit=1,
+        room=lambda: rooms.pop(0) if len(rooms) > 1 else rooms[0],
+    )
+    assert not places.wait(30.0)
+    assert places.num_placed == 3
+
+
 def test_a_group_that_begins_with_fewer_says_so_and_numbers_them_by_how_many_they_are(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

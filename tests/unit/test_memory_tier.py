@@ -1,7 +1,9 @@
 """A rank's dealings with its keeper, before it was in any group."""
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import ray
 
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
+from regrow.control.phases import Phase
 from regrow.control.values import Version
 from regrow.plan.mesh import ALONE
 from regrow.runtime import memory_tier
@@ -118,6 +121,36 @@ def test_what_a_rank_refuses_is_told_though_another_rank_has_all_read_again(
     newcomer.secret = b"secret"
     assert newcomer.restore([], ALONE, at_least=1) is (None if other else progress)
     assert told == events
+
+
+def test_a_rank_that_copies_its_state_from_other_nodes_is_seen_to_read_it(
+    newcomer: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer that did for more than half a minute, while survivors waited, was taken for hung."""
+    seen: list[Phase] = []
+    holders = Holders(Version(1, 5))
+
+    @contextlib.contextmanager
+    def phase(what: Phase) -> Iterator[None]:
+        seen.append(what)
+        yield
+        seen.append(Phase.forming)
+
+    def read(*args: Any, **ways: Any) -> Restored:
+        assert seen == [Phase.restore]
+        return Restored({})
+
+    ask = {"newest_snapshot": lambda: holders, "committed_snapshot": lambda: holders}
+    newcomer.coordinator = SimpleNamespace(**ask)  # type: ignore[assignment]
+    monkeypatch.setattr(newcomer, "phase", phase)
+    monkeypatch.setattr(memory_tier.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(memory_tier, "from_rank_0", lambda mine: mine)
+    monkeypatch.setattr(memory_tier, "gather", lambda mine: [mine])
+    monkeypatch.setattr(memory_tier, "restore_snapshot", read)
+    monkeypatch.setattr(memory_tier, "restored_progress", lambda *_, **__: SimpleNamespace())
+    newcomer.secret = b"secret"
+    assert newcomer.restore([], ALONE, at_least=1) is not None
+    assert seen == [Phase.restore, Phase.forming]
 
 
 def test_a_keeper_that_cannot_work_is_said_with_what_to_set() -> None:

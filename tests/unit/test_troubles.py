@@ -367,6 +367,25 @@ def test_a_newcomer_is_taken_back_where_the_group_breaks_without_it_too() -> Non
     assert told.records("unfit") == []
 
 
+def test_newcomers_that_fail_one_after_the_other_end_no_run_whose_others_do_steps_anew() -> None:
+    """It resumed 900 steps behind its log; each of these steps was done between two failures."""
+    told = Told(Past(generation=1, logged=1000, stored=(100,)), max_workers=8)
+    training(told, A, B, step=100)
+    for number in range(3, 12):
+        told.row(98 + number)
+        told.join(A, B, new := one(number, f"n{number}"))
+        told.now += 3.0
+        answer = told.ask(A.id, told.control.generation)
+        assert answer.formation is not None, answer.given_up
+        assert len(answer.formation.members) == 3
+        trouble(told, new)
+        told.join(A, B)
+        told.now += OTHERS_S + 1.0
+        told()
+        assert told.ask(A.id, told.control.generation).formation is not None
+        told.begin([A.node, B.node], 98 + number)
+
+
 def test_a_newcomer_is_not_blamed_for_a_death_of_another_rank() -> None:
     told = Told()
     training(told, A, B)

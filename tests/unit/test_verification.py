@@ -641,14 +641,19 @@ def test_units_that_differ_two_steps_before_the_last_are_looked_at_in_those_that
     assert [found.is_due(step) for step in (94, 95)] == [True, True]
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize(("fields", "units"), [({"odd": (2,)}, "unit 2 (nodes c)"), ({}, "")])
 def test_a_run_whose_last_verification_shows_a_difference_says_up_to_which_step_it_is_right(
-    fields: dict[str, Any], units: str
+    fields: dict[str, Any], units: str, is_stopped: bool
 ) -> None:
     told = verifying(4)
     outcome(told, 10)
     outcome(told, 20, **fields)
-    told(e.Done())
+    if is_stopped:
+        told(e.StopAsked("interrupted"))
+        told(e.Leaving(told.control.generation, 20, ""))
+    else:
+        told(e.Done())
     notes = [each["text"] for each in told.records("note")]
     assert bool(notes) == bool(units)
     assert all(each.startswith(units) and "state of step 9 is the newest known" in each for each in notes)

@@ -42,6 +42,7 @@ from regrow.control.states import (
     LeavingGroup,
     RowAnswer,
     Settling,
+    Stopping,
     Training,
     Waiting,
 )
@@ -264,6 +265,11 @@ class Control:
         self.corruptions.trained()
         self.group.finish(event, now)
 
+    def _leaving(self, event: e.Leaving, now: float) -> None:
+        self.group.leave(event, now)
+        if isinstance(self.group.ending, Stopping):
+            self.corruptions.trained()
+
     def _superseded(self, event: e.Superseded, now: float) -> None:
         self.snapshots.checkpoints.leave_it(now)
         self.group.give_up(event.message)
@@ -317,7 +323,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.RowsAgain: control._row,
         e.Verified: control.corruptions.take,
         e.CheckpointWanted: checkpoints.want,
-        e.Leaving: group.leave,
+        e.Leaving: control._leaving,
         e.NotFinite: control._not_finite,
         e.Logged: control._logged,
         e.Noted: lambda event, now: control._out.record(event.event, **event.fields),

@@ -139,7 +139,7 @@ class Corruptions:
         return f"{named(parts, outcome.pp)} (nodes {nodes}) differed in {compared} in the verification of step {step}"
 
     def trained(self) -> None:
-        """The last step is trained: no verification follows that could confirm what the newest one has shown."""
+        """The job's last step is trained: no verification follows that could confirm what the newest one has shown."""
         if self._unconfirmed:
             text = (
                 f"{self._unconfirmed}, and none follows that could confirm it: some of them may compute wrong, the "

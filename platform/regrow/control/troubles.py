@@ -65,8 +65,9 @@ class FirstSteps:
     """Groups that break before they have done a step, or a step that none had done; newcomers that may be why."""
 
     timeout_s: float  # of a collective
-    failed: int = 0  # of groups in a row, with no new step: ERROR or LOSS each; see `formed`, `broke` and `stepped`
+    failed: int = 0  # of groups in a row without a step: ERROR or LOSS each; see `formed` and `broke`
     trained: int = 0  # the newest step that any group has done
+    repeated: int = 0  # of groups that broke by an error, after steps that had been done before: LOSS each
     error: str = ""  # of the newest group's ranks the first that had one; empty: none has, or it is known why
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
@@ -84,7 +85,7 @@ class FirstSteps:
     def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
         """A group tries, and counts until it has done a step, but for one of fewer members of the one before; one that
         had done steps counts where it broke by an error and lost none. False where too many have failed in a row."""
-        self.failed += LOSS if self.error and self._since is None else 0
+        self.repeated += LOSS if self.error and self._since is None else 0
         self.error = ""
         self._counts = 0 if members < self._members else ERROR
         self.failed += self._counts
@@ -92,7 +93,7 @@ class FirstSteps:
         self.new = members - self.proven if members & self.proven else frozenset()
         self._members, self._held_back = members, held_back - members
         self._since, self._trains, self._took_s, self.is_watched = now, False, 0.0, False
-        return self.failed <= MAX_FAILED_GENERATIONS * ERROR
+        return self.failed + self.repeated <= MAX_FAILED_GENERATIONS * ERROR
 
     def reads(self, now: float) -> None:
         """A rank of the newest group reads a checkpoint."""
@@ -121,8 +122,8 @@ class FirstSteps:
 
     def stepped(self, step: int, now: float) -> frozenset[str]:
         """The newest group has done this step; those that it was formed without, and that had broken the one before."""
-        self.failed = 0 if step > self.trained else self.failed - self._counts
-        self.trained, self._counts = max(step, self.trained), 0
+        self.repeated = 0 if step > self.trained else self.repeated
+        self.trained, self.failed = max(step, self.trained), 0
         if self._since is None:
             return frozenset()
         self._learn(now - self._since)

@@ -162,15 +162,9 @@ class MemoryTier:
     def _read(self, entries: Sequence[Entry], place: Coordinates, holders: Holders) -> tuple[Restored | None, str]:
         """What this rank needs, or why it cannot be had. Local."""
         try:
-            restored = restore_snapshot(
-                entries,
-                holders,
-                node=self.node,
-                folder=self.folder,
-                secret=self.secret,
-                reader=place.rank,
-                place=place,
-            )
+            with self.phase(Phase.restore):
+                ways = {"node": self.node, "folder": self.folder, "secret": self.secret}
+                restored = restore_snapshot(entries, holders, reader=place.rank, place=place, **ways)
             restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
         except CheckpointError as error:  # no copies of it are sound, or it is not where this run would go on
             return None, str(error)
@@ -190,17 +184,18 @@ class MemoryTier:
             problem, snapshots = self._shortage(coordinates.mesh, nodes.count(self.node), copied), None
             if not problem:
                 try:
-                    snapshots = Snapshots(
-                        self.folder,
-                        entries,
-                        coordinates=coordinates,
-                        run_id=self.job.run_id,
-                        generation=generation,
-                        writers=nodes.count(self.node),
-                        num_slots=self.config.slots,
-                        submit=stream.submit if stream.num_ahead else None,
-                        arenas=self._arenas,
-                    )
+                    with self.phase(Phase.restore):  # a new process makes its memory
+                        snapshots = Snapshots(
+                            self.folder,
+                            entries,
+                            coordinates=coordinates,
+                            run_id=self.job.run_id,
+                            generation=generation,
+                            writers=nodes.count(self.node),
+                            num_slots=self.config.slots,
+                            submit=stream.submit if stream.num_ahead else None,
+                            arenas=self._arenas,
+                        )
                 except CheckpointError as error:
                     problem = str(error)
             problems, known, waited_s = zip(*gather((problem, self._has_held, time.monotonic() - begun)), strict=True)

@@ -126,12 +126,12 @@ class Places(PlacementGroupHandle):
         give_up_at, there_was = seen_at + timeout_seconds, self._room() >= self.at_first
         for group in self.groups[: -(-self.at_first // self.unit)]:
             while not group.wait(LOOK_S):
-                if there_was and self._room() < self.at_first:
-                    return False
                 placed = self._placed()
                 if len(placed) * self.unit > self.num_placed:
                     seen_at = time.monotonic()
                 self.num_placed = len(placed) * self.unit
+                if there_was and self._room() < self.at_first:
+                    return False
                 is_late = time.monotonic() > give_up_at
                 if self.num_placed >= self.least and (is_late or time.monotonic() - seen_at > STILL_S):
                     self._begin_with(placed)
