@@ -11,7 +11,11 @@ from regrow.program import INTERRUPTED, UNREAD
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "platform"), "PYTHONUNBUFFERED": ""}
-IN_MAIN = "import sys, signal, os\nfrom regrow.program import output, program\n"
+IN_MAIN = """
+import sys, signal, os
+from regrow.program import output, program
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+"""
 
 
 def run(*command: str, both: bool = False, **environment: str) -> tuple[int, str]:

@@ -225,8 +225,9 @@ class GenerationHooks:
 def _profile_window(process: Process) -> ProfileWindow | None:
     """It ends with the run's last step, if that comes first."""
     observe, train = process.job.config.observe, process.job.config.train
-    first = observe.profile_at_step
-    num_steps = min(observe.profile_steps, (train.stop_at_step or train.steps) + 1 - (first or 0))
-    if first is None or num_steps < 1:
+    if (first := observe.profile_at_step) is None:
+        return None
+    num_steps = min(observe.profile_steps, (train.stop_at_step or train.steps) + 1 - first)
+    if num_steps < 1:
         return None
     return ProfileWindow(Storage.at(process.job.folder), process.device, first=first, num_steps=num_steps)
