@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts 
 
 
 def run(*command: str, both: bool = False, **environment: str) -> tuple[int, str]:
-    """The status, and what is on stderr; nobody reads stdout, nor stderr with `both`."""
+    """The status, and what is on stderr; stdout has no reader, nor has stderr with `both`."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

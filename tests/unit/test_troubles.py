@@ -441,7 +441,7 @@ def with_two_newcomers(told: Told | None = None) -> Told:
 
 
 def test_of_several_newcomers_the_one_that_is_in_no_collective_is_dropped_alone() -> None:
-    """Keepers say who it is, from half of the time on."""
+    """Keepers say which process it is, from half of the time on."""
     told = with_two_newcomers()
     assert wait_for_an_end(told, dict.fromkeys(["a", "b", "fit"], WAITS)) < LEAST_FIRST_STEP_S
     assert told.of(c.Kill) == [c.Kill("new", 3)]

@@ -1,12 +1,13 @@
 """What is done about units that compute wrong: they are named, their hosts given up, the run goes back. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
 from regrow.control.commands import NoteDamaged, Outbox
 from regrow.control.events import Verified
 from regrow.control.group import Group
+from regrow.control.membership import Member
 from regrow.control.past import Past
 from regrow.control.replicas import Replicas, Unequal
 from regrow.control.slow import Kind
@@ -18,6 +19,11 @@ from regrow.control.verification import CONFIRMED, Finding, Outcome, Verificatio
 from regrow.record.events import Cause
 
 DECIDING_UNITS = 3  # of which two agree
+
+
+def _shown(members: Iterable[Member]) -> str:
+    """Their nodes, for people."""
+    return ", ".join(dict.fromkeys(member.node[:12] for member in members))
 
 
 class Corruptions:
@@ -93,7 +99,7 @@ class Corruptions:
         if self._undecided < CONFIRMED:
             group.failed(Cause.corrupted, text, [])
         else:
-            nodes = ", ".join(dict.fromkeys(member.node[:12] for member in members))
+            nodes = _shown(members)
             group.give_up(
                 f"{text} (nodes {nodes}), and no snapshot was committed since they differed before; with two replicas "
                 f"there is no third to tell which is wrong; the state of step {step} is the newest in which they "
@@ -134,7 +140,7 @@ class Corruptions:
 
     def _differing(self, step: int, outcome: Outcome) -> str:
         parts = (*outcome.odd, *outcome.undecided)
-        nodes = ", ".join(dict.fromkeys(member.node[:12] for member in self.verification.members_of(parts)))
+        nodes = _shown(self.verification.members_of(parts))
         compared = " and ".join(outcome.compared)
         return f"{named(parts, outcome.pp)} (nodes {nodes}) differed in {compared} in the verification of step {step}"
 
@@ -164,7 +170,7 @@ class Corruptions:
     def _differ(self, found: Finding, step: int, waits_for: int | None, now: float) -> None:
         """Units differ, and it is not known which is wrong."""
         group, parts = self._group, named(found.parts, self.verification.mesh.pp)
-        nodes = ", ".join(dict.fromkeys(member.node[:12] for member in found.members))
+        nodes = _shown(found.members)
         question = (
             f"{parts} (nodes {nodes}) come to different checksums from the same micro-batch, as in step {step}, "
             "and there is no third of their kind to tell which is wrong; the state of step "

@@ -30,8 +30,8 @@ class AdamWInBfloat16(AdamW):
     """Fused AdamW whose moments are bfloat16 between steps; a step computes with float32, a parameter at a time.
 
     Rounded to nearest, as DeepSeek-V3's are (arXiv:2412.19437). A moment that would change by less than one part in
-    256 to 512 stands still, and a step takes at most 1 - beta of it: with a beta2 of 0.997 and above it can but rise,
-    which makes later updates 4 to 8 times too small, and with 0.995 they are 5% off; with 0.99 none is.
+    256 to 512 stands still, and a step takes at most 1 - beta of it: with a beta2 above 0.996 it can but rise,
+    which makes later updates too small for good. `config.check.check_new` has the most that a run may begin with.
     """
 
     moments_dtype = torch.bfloat16

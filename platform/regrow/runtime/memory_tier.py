@@ -162,9 +162,9 @@ class MemoryTier:
     def _read(self, entries: Sequence[Entry], place: Coordinates, holders: Holders) -> tuple[Restored | None, str]:
         """What this rank needs, or why it cannot be had. Local."""
         try:
+            read = partial(restore_snapshot, entries, holders, node=self.node, folder=self.folder, secret=self.secret)
             with self.phase(Phase.restore):
-                ways = {"node": self.node, "folder": self.folder, "secret": self.secret}
-                restored = restore_snapshot(entries, holders, reader=place.rank, place=place, **ways)
+                restored = read(reader=place.rank, place=place)
             restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
         except CheckpointError as error:  # no copies of it are sound, or it is not where this run would go on
             return None, str(error)
