@@ -4,10 +4,9 @@ import random
 from dataclasses import replace
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from regrow.config.schema import ClusterConfig, PretrainConfig, SimulateJobConfig
-from regrow.config.store import CONF_DIR, to_dataclass
+from regrow.config.store import CONF_DIR, register, to_dataclass
 from regrow.simulate.faults import Fault
 from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Policy
 from regrow.simulate.world import inputs_of
@@ -17,7 +16,7 @@ AT_98K = ("simulate.gpus=98304", "simulate.unit_gpus=128", "simulate.num_slices=
 
 
 def configured(*arguments: str) -> SimulateJobConfig:
-    ConfigStore.instance().store(name="simulate_schema", node=SimulateJobConfig)
+    register(SimulateJobConfig)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_dataclass(compose("simulate", overrides=list(arguments)), SimulateJobConfig)
 

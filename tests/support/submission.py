@@ -5,10 +5,9 @@ from copy import deepcopy
 from functools import cache
 
 import hydra
-from hydra.core.config_store import ConfigStore
 
 from regrow.config.schema import SubmitJobConfig
-from regrow.config.store import CONF_DIR, to_dataclass
+from regrow.config.store import CONF_DIR, register, to_dataclass
 from regrow.submit.render import Code, Manifest, render
 from regrow.submit.submit import pretrain_arguments
 
@@ -22,7 +21,7 @@ def compose(arguments: Sequence[str]) -> SubmitJobConfig:
 
 @cache
 def _config(arguments: tuple[str, ...]) -> SubmitJobConfig:
-    ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
+    register(SubmitJobConfig)
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_dataclass(hydra.compose("submit", list(arguments)), SubmitJobConfig)
 

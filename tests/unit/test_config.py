@@ -319,14 +319,7 @@ def test_the_users_choice_of_model_wins_over_the_clusters() -> None:
 
 @pytest.mark.parametrize("cluster", sorted(path.stem for path in (ROOT / "conf/cluster").glob("*.yaml")))
 def test_every_cluster_file_passes_every_rule(cluster: str) -> None:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-
-    from regrow.config.store import to_dataclass
-
-    ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = to_dataclass(compose("pretrain", overrides=[f"+cluster={cluster}"]))
+    config = pretrain_config([f"+cluster={cluster}"])
     table = check(config)
     assert all(
         table[size].batch.busy_share >= 0.85 for size in world_sizes(config, table).values()

@@ -13,12 +13,11 @@ from typing import Any
 
 import hydra
 import pytest
-from hydra.core.config_store import ConfigStore
 
 from regrow.config.check import check
 from regrow.config.schema import DrillJobConfig, MixtureStage, PretrainConfig
 from regrow.config.spares import most_workers
-from regrow.config.store import CONF_DIR, chosen, pretrain_config, pretrain_overrides, to_dataclass
+from regrow.config.store import CONF_DIR, chosen, pretrain_config, pretrain_overrides, register, to_dataclass
 from regrow.drill import job, run
 from regrow.drill.faults import KINDS, parse_plan
 from regrow.drill.findings import SOUGHT
@@ -36,13 +35,13 @@ PLANS = sorted(path.stem for path in (CONF_DIR / "drill").glob("*.yaml"))
 
 
 def composed(*overrides: str) -> DrillJobConfig:
-    ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
+    register(DrillJobConfig)
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_dataclass(hydra.compose("drill", list(overrides)), DrillJobConfig)
 
 
 def pretrain_composed(overrides: list[str]) -> PretrainConfig:
-    ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
+    register(PretrainConfig)
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_dataclass(hydra.compose("pretrain", overrides))
 

@@ -11,7 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from copy import deepcopy
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -41,6 +44,13 @@ ALWAYS = ("model", "data")  # groups of which one file is chosen by default
 # of what a user names, or fills
 PLACE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 CHOICES = (*ALWAYS, "cluster")  # groups of which a job's arguments choose a file
+SCHEMAS: dict[type[PretrainConfig], str] = {  # and the names that files of conf/ begin with
+    PretrainConfig: "pretrain_schema",
+    DrillJobConfig: "drill_schema",
+    SubmitJobConfig: "submit_schema",
+    PlanJobConfig: "plan_schema",
+    SimulateJobConfig: "simulate_schema",
+}
 NOT_ALL_HAVE = {  # groups of files and settings, and which jobs have them
     "drill": "drill belongs to jobs.drill",
     "plan": "plan belongs to jobs.plan and jobs.simulate",
@@ -67,14 +77,7 @@ def run_job(
     A user's mistake, in the arguments or anywhere in the job, ends the process with one line on stderr and status 1.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing a trace: `_one_line` below says it better
-    ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
-    ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
-    ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
-    ConfigStore.instance().store(name="plan_schema", node=PlanJobConfig)
-    ConfigStore.instance().store(name="simulate_schema", node=SimulateJobConfig)
-    # Hydra copies the store a hundred times for --help, schemas and all, and what it loads of it once more
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
-
+    register(schema)
     composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
 
     def compose(config: DictConfig) -> None:
@@ -96,6 +99,14 @@ def run_job(
             )
         for config in configs:
             job(config)
+
+
+@cache
+def register(schema: type[PretrainConfig]) -> None:
+    """Have Hydra find a schema of SCHEMAS under the name that conf/ has for it: a fiftieth of a second each."""
+    ConfigStore.instance().store(name=SCHEMAS[schema], node=schema)
+    # Hydra copies the store a hundred times for --help, schemas and all, and what it loads of it once more
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -151,13 +162,19 @@ def _mistakes_in_one_line(schema: type[PretrainConfig]) -> Iterator[None]:
 
 def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) -> Config:  # type: ignore[assignment]
     """The composed config as plain dataclasses. Raises ConfigError for a key that the schema does not have."""
-    config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed)))
+    config = cast(Config, OmegaConf.to_object(OmegaConf.merge(_structured(schema), composed)))
     given = cast(dict[str, Any], OmegaConf.to_container(composed))
     known = set(_keys(to_dict(config)))
     unknown = [key for key in _keys(given) if key not in known]
     if unknown:  # a plus adds keys that the schema does not have
         raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0], schema)}")
     return config
+
+
+@cache
+def _structured(schema: type[PretrainConfig]) -> DictConfig:
+    """To merge with, which changes no bit of it."""
+    return cast(DictConfig, OmegaConf.structured(schema))
 
 
 def given_overrides() -> list[str]:
@@ -224,6 +241,12 @@ def chosen(arguments: Sequence[str]) -> list[str]:
 
 def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
     """The config of `jobs.pretrain` with these arguments. Raises ConfigError where they make none."""
+    return deepcopy(_pretrain_config(tuple(arguments), CONF_DIR))
+
+
+@lru_cache(maxsize=256)
+def _pretrain_config(arguments: tuple[str, ...], conf: Path) -> PretrainConfig:
+    """Kept, as it takes a tenth of a second, and `pretrain_overrides` asks for the same again and again."""
     with _composing(arguments):
         return to_dataclass(hydra.compose("pretrain", as_typed(arguments)))
 
@@ -294,7 +317,7 @@ def _is_in_conf(group: str, file: str) -> bool:
 @contextmanager
 def _composing(arguments: Sequence[str]) -> Iterator[None]:
     """For hydra.compose of `pretrain`; what is wrong with its arguments becomes a ConfigError."""
-    ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
+    register(PretrainConfig)
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"), _texts_alone():
             yield
@@ -321,9 +344,15 @@ def load_run_config(folder: Path | str) -> PretrainConfig:
 
 def to_dict(config: PretrainConfig) -> dict[str, Any]:
     """The resolved config as plain dicts, strings and numbers (enumerations by name), as JSON would hold it."""
-    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(container, dict)
-    return cast(dict[str, Any], container)
+    return cast(dict[str, Any], _plain(asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def _mistake_in(arguments: Sequence[str], error: Exception) -> str | None:
