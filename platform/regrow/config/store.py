@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -101,12 +101,14 @@ def run_job(
             job(config)
 
 
-@cache
-def register(schema: type[PretrainConfig]) -> None:
-    """Have Hydra find a schema of SCHEMAS under the name that conf/ has for it: a fiftieth of a second each."""
-    ConfigStore.instance().store(name=SCHEMAS[schema], node=schema)
-    # Hydra copies the store a hundred times for --help, schemas and all, and what it loads of it once more
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+def register(schema: type[PretrainConfig]) -> DictConfig:
+    """Have Hydra find a schema of SCHEMAS under the name that conf/ has for it, once; what Hydra has of it."""
+    known, name = ConfigStore.instance(), SCHEMAS[schema]
+    if f"{name}.yaml" not in known.repo:
+        known.store(name=name, node=schema)
+        # Hydra copies the store a hundred times for --help, schemas and all, and what it loads of it once more
+        ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+    return cast(DictConfig, known.repo[f"{name}.yaml"].node)
 
 
 @contextmanager
@@ -162,19 +164,13 @@ def _mistakes_in_one_line(schema: type[PretrainConfig]) -> Iterator[None]:
 
 def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) -> Config:  # type: ignore[assignment]
     """The composed config as plain dataclasses. Raises ConfigError for a key that the schema does not have."""
-    config = cast(Config, OmegaConf.to_object(OmegaConf.merge(_structured(schema), composed)))
+    config = cast(Config, OmegaConf.to_object(OmegaConf.merge(register(schema), composed)))
     given = cast(dict[str, Any], OmegaConf.to_container(composed))
     known = set(_keys(to_dict(config)))
     unknown = [key for key in _keys(given) if key not in known]
     if unknown:  # a plus adds keys that the schema does not have
         raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0], schema)}")
     return config
-
-
-@cache
-def _structured(schema: type[PretrainConfig]) -> DictConfig:
-    """To merge with, which changes no bit of it."""
-    return cast(DictConfig, OmegaConf.structured(schema))
 
 
 def given_overrides() -> list[str]:
