@@ -106,3 +106,9 @@ def test_a_device_is_found_by_its_longest_name():
         device = find_device(name)
         assert device is not None
         assert device.memory_bytes // GIB == gib
+
+
+def test_a_device_whose_number_goes_on_is_another_one():
+    """Workstation cards of 8 GB had the memory and the speed of an A100."""
+    for name in ("NVIDIA RTX A1000", "NVIDIA RTX A1000 Laptop GPU", "H1000"):
+        assert find_device(name) is None

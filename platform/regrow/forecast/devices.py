@@ -6,6 +6,7 @@ llama3_8b_h200_2025-06_torchtitan.md (by Trainy); IBM and Meta, "Supercharging T
 which gives no rows and lengths for each: 4,096 tokens are taken, and rows that fit.
 """
 
+import re
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -64,14 +65,14 @@ DEVICES = (
 
 
 def find_device(text: str) -> Device | None:
-    """The first device whose name a text contains, in any case.
+    """The first device whose name a text contains, in any case and with no further digit: an A1000 is no A100.
 
     >>> find_device("NVIDIA H100 80GB HBM3").memory_bytes // GIB
     79
     >>> find_device("h200x8").name
     'H200'
     """
-    return next((device for device in DEVICES if device.name.lower() in text.lower()), None)
+    return next((each for each in DEVICES if re.search(rf"{each.name}(?!\d)", text, re.IGNORECASE)), None)
 
 
 WITHIN = 0.15  # of each figure below, what a forecast gives for it
