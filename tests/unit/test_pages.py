@@ -186,7 +186,14 @@ def drill_html() -> str:
     ledger, marks = history.ledger(T0 + 9000), marks_of(history)
     fault = {"ranks_before": 4, "ranks_after": 3, "lost_steps": 1, "source": "snapshot", "grows": False}
     faults = [
-        {"number": k, "step": 20 * k, "what": mark.text, "seconds": (mark.back or 0) - mark.time} | fault
+        {
+            "number": k,
+            "step": 20 * k,
+            "what": mark.text,
+            "seconds": (mark.back or 0) - mark.time,
+            "generation": k + 2,
+            **fault,
+        }
         for k, mark in enumerate(marks)
     ]
     case = "checkpoints/step-00000060/g000003-25770fc1-0.safetensors: " + "a long sentence about it " * 8

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from regrow.record.history import History
 from regrow.record.ledger import Ledger, columns
 from regrow.show.page import drill_page
-from regrow.show.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, draw_timeline, marks_of
+from regrow.show.timeline import COLUMNS, LEFT, RIGHT, STRIPS, WIDTH, Mark, draw_timeline, marks_of
 
 Row = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -102,6 +102,15 @@ def test_a_node_that_comes_stops_nothing() -> None:
     assert "training stood still after 0 of 0 faults" in drawn
     assert "return_node · in after 30.0 s" in drawn
     assert 'class="away"' not in drawn
+
+
+def test_what_a_strip_tells_of_many_steps_are_their_means() -> None:
+    rows, _ = run(steps=10 * STRIPS, loses_at=10 * STRIPS)
+    for row in rows:
+        is_last = row["step"] % 10 == 0
+        row |= {"tokens_per_s": 100.0, "mfu": 0.04} if is_last else {"tokens_per_s": 1000.0, "mfu": 0.4}
+    drawn = picture(rows, [], [])
+    assert drawn.count(", 910 tokens/s, MFU 36.4%</title>") == STRIPS
 
 
 def test_it_stands_alone_in_light_and_in_dark() -> None:
@@ -206,6 +215,21 @@ def test_what_keepers_and_the_coordinator_say_while_training_stands_still_is_no_
     assert loud == quiet
 
 
+def test_a_drill_counts_what_a_group_lost_once_however_many_faults_brought_it_about() -> None:
+    """Two nodes that went at once had lost ten steps by the tile, and five by the verdict below it."""
+    fault = {"step": 20, "what": "kill_node", "ranks_before": 4, "source": "snapshot", "grows": False}
+    came = [(5.0, 2, 5), (4.5, 2, 5), (None, None, 0), (1.5, 3, 2), (9.0, 4, 2)]  # seconds, generation, steps
+    faults = [
+        fault | {"number": k, "ranks_after": 2, "seconds": seconds, "generation": generation, "lost_steps": lost}
+        for k, (seconds, generation, lost) in enumerate(came)
+    ]
+    result = {"plan": "two", "holds": True, "verdicts": [], "faults": faults}
+    page = drill_page("d", result, {"steps": 60, "goodput": 0.5, "effective": 0.4, "paid": None}, "")
+    tiles = {name: figure for figure, name in re.findall(r"<b>([^<]*)</b>\s*<span>([^<]*)", page)}
+    assert tiles["steps lost"] == "9"
+    assert tiles["back after, median"] == "4.8 s"  # of 1.5, 4.5, 5.0 and 9.0
+
+
 def test_the_page_holds_picture_verdict_and_faults_and_escapes_what_it_is_told() -> None:
     rows, events = run()
     fault = {"number": 0, "step": 20, "what": "kill <worker>", "ranks_before": 3, "ranks_after": 2, "seconds": 5.5}
@@ -216,7 +240,7 @@ def test_the_page_holds_picture_verdict_and_faults_and_escapes_what_it_is_told()
             {"promise": "1", "claim": "same & same", "holds": False, "figures": "1 of 2", "details": ["step <3>"]},
             {"promise": "", "claim": "left", "holds": None, "figures": "-", "details": []},
         ],
-        "faults": [fault | {"lost_steps": 1, "source": "snapshot", "grows": False}],
+        "faults": [fault | {"lost_steps": 1, "source": "snapshot", "grows": False, "generation": 2}],
     }
     page = drill_page(
         "a<b", result, {"steps": 60, "goodput": 0.5, "effective": 0.4, "paid": None}, picture(rows, events, [])

@@ -153,7 +153,15 @@ def test_a_fault_that_nobody_noticed_brought_about_nothing() -> None:
     given = evidence()
     fault = next(line for line in given.records if line["record"] == "fault") | {"time": BORN + 30, "number": 1}
     outcome = outcomes([*given.records, fault], given.rows, given.events)[1]
-    assert (outcome.ranks_after, outcome.seconds) == (None, None)
+    assert (outcome.ranks_after, outcome.seconds, outcome.generation) == (None, None, None)
+
+
+def test_faults_at_once_bring_about_one_group() -> None:
+    given = evidence()
+    (fault,) = (line for line in given.records if line["record"] == "fault")
+    other = fault | {"number": 1, "what": "kill_worker rank=2", "time": fault["time"] + 0.1, "when": "at once"}
+    found = outcomes([*given.records, other], given.rows, given.events)
+    assert [(each.generation, each.lost_steps) for each in found] == [(2, 1)] * 2
 
 
 def test_what_came_of_a_fault_is_known_when_its_rows_are_taken_back_later() -> None:

@@ -52,7 +52,8 @@ class Outcome:
     ranks_before: int
     ranks_after: int | None = None  # of the next generation that it brought about; None: it brought about none
     seconds: float | None = None  # from the fault to the first step of that generation
-    lost_steps: int = 0
+    generation: int | None = None  # its number; several faults may have one together
+    lost_steps: int = 0  # by it, whatever brought it about
     source: str = ""  # of that generation's state
     grows: bool = False  # a node came: training goes on until it joins
 
@@ -146,6 +147,7 @@ def outcomes(records: Sequence[Row], rows: Sequence[Row], events: Sequence[Row])
                 outcome,
                 ranks_after=later[0]["world_size"],
                 seconds=recorded.get(fault["number"]) if first is None else first - fault["time"],
+                generation=later[0]["generation"],
                 lost_steps=later[0].get("recomputed_steps", 0),
                 source=later[0].get("source", ""),
             )

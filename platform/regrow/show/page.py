@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from statistics import median
 from typing import Any
 
 import jinja2
@@ -143,12 +144,13 @@ def run_page(
 def drill_page(run: str, result: Mapping[str, Any], report: Mapping[str, Any], picture: str) -> str:
     """The page of a drill. `result` is the content of verdict.json, `report` of report.json."""
     faults = result["faults"]
-    back = sorted(fault["seconds"] for fault in faults if fault["seconds"] is not None and not fault["grows"])
+    back = [fault["seconds"] for fault in faults if fault["seconds"] is not None and not fault["grows"]]
+    lost = {fault["generation"]: fault["lost_steps"] for fault in faults}  # several faults may have one together
     tiles = [
         ("faults", f"{len(faults):,}"),
         ("stopped training", f"{len(back):,}"),
-        ("back after, median", f"{back[len(back) // 2]:.1f} s" if back else "-"),
-        ("steps lost", f"{sum(fault['lost_steps'] for fault in faults):,}"),
+        ("back after, median", f"{median(back):.1f} s" if back else "-"),
+        ("steps lost", f"{sum(lost.values()):,}"),
         ("steps", f"{report['steps']:,}"),
         ("goodput", or_dash(report["goodput"], percent)),
         ("effective", or_dash(report["effective"], percent)),

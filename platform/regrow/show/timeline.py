@@ -294,10 +294,13 @@ def _steps_title(rows: Sequence[Row]) -> str:
     first, last = rows[0], rows[-1]
     steps = f"step {first['step']:,}" if not rows[1:] else f"steps {first['step']:,} to {last['step']:,}"
     parts = [f"{si(last['tokens_seen'])} tokens", ranks(last["world_size"]), f"generation {last['generation']}"]
-    for key, form in (("loss", "loss {:.4f}"), ("tokens_per_s", "{:,.0f} tokens/s")):
+    for key, form in (
+        ("loss", "loss {:.4f}".format),
+        ("tokens_per_s", "{:,.0f} tokens/s".format),
+        ("mfu", lambda mean: f"MFU {percent(mean)}"),
+    ):
         values = [row[key] for row in rows if is_number(row.get(key))]
-        parts += [form.format(math.fsum(values) / len(values))] if values else []
-    parts += [f"MFU {percent(last['mfu'])}"] if is_number(last.get("mfu")) else []
+        parts += [form(math.fsum(values) / len(values))] if values else []
     return f"{steps}: {', '.join(parts)}"
 
 
