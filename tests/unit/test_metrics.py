@@ -392,6 +392,19 @@ def test_what_is_safe_is_known_by_step_and_time() -> None:
     assert value(figures, "checkpoints_total", "failed") == 1
 
 
+def test_a_snapshot_of_a_step_that_was_taken_back_is_none() -> None:
+    """The dashboard's steps that no snapshot holds were 60 below nothing."""
+    for start_step, seen in ((40, None), (99, None), (100, 100), (120, 100)):
+        figures = make_figures([event("submitted", time=T0)])
+        figures.event(generation(1, time=T0 + 1), T0 + 1)
+        figures.snapshot(100, T0 + 101)
+        figures.event(event("failure", time=T0 + 102, cause="nonfinite"), T0 + 102)
+        figures.event(generation(2, start_step, "nonfinite", time=T0 + 105), T0 + 105)
+        assert figures.values.get(("regrow_snapshot_step", "")) == seen
+        figures.snapshot(start_step, T0 + 106)
+        assert value(figures, "snapshot_step") == start_step
+
+
 def test_without_snapshots_no_figure_says_that_they_are_old() -> None:
     config = replace(make_config(), snapshot=SnapshotConfig(every_steps=0))
     figures = Figures(config, make_cadence(), [], T0)
@@ -766,6 +779,32 @@ def test_while_no_group_trains_no_rank_is_slow(over: str) -> None:
     figures.event(generation(2, 5, "node_silent", time=T0 + 20), T0 + 20)
     figures.ranks([row], slow)
     assert (value(figures, "slowest_rank"), value(figures, "suspects", "slow_compute")) == (3, 1)
+
+
+def test_a_group_that_died_with_its_driver_trains_no_more_once_the_run_is_submitted_again() -> None:
+    """Nothing in its log says that it did: it counted as ranks that train for as long as nodes were waited for."""
+    died: list[Event] = [event("submitted", time=T0), generation(1, time=T0 + 5)]
+    again = event("submitted", time=T0 + 2000)
+    live = make_figures(died, T0 + 1000)
+    live.ranks([{"rank": 3, "compute_s": 0.5}], [{"kind": "slow_compute"}])
+    assert value(live, "world_size") == 3
+    live.event(again, T0 + 2000)
+    assert value(live, "suspects", "slow_compute") == 0
+    assert ("regrow_rank_compute_seconds", "3") not in live.values
+    new = make_figures()
+    new.event(event("submitted", time=T0), T0)
+    for figures in (live, make_figures([*died, again], T0 + 2100), new):
+        assert value(figures, "world_size") == 0
+        figures.event(generation(2, time=T0 + 2200), T0 + 2200)
+        assert value(figures, "world_size") == 3
+
+
+def test_a_row_that_comes_after_its_groups_failure_makes_no_group() -> None:
+    figures = make_figures([event("submitted", time=T0)])
+    figures.event(generation(1, time=T0 + 1), T0 + 1)
+    figures.event(event("failure", time=T0 + 3, cause="worker_died"), T0 + 3)
+    figures.row(make_row(2), T0 + 3.1)
+    assert (value(figures, "step"), value(figures, "world_size")) == (2, 0)
 
 
 def test_figures_by_node_are_those_of_the_newest_reports() -> None:

@@ -227,7 +227,8 @@ class Figures:
         self._set("regrow_learning_rate", row["lr"])
         self._set("regrow_tokens_per_second", row["tokens_per_s"])
         self._set("regrow_mfu_ratio", row["mfu"])
-        self._set("regrow_world_size", row["world_size"])
+        if self._idle_since is None:  # else its group is over
+            self._set("regrow_world_size", row["world_size"])
         self._set("regrow_last_step_timestamp_seconds", now)
 
     def event(self, event: Event, now: float) -> None:
@@ -317,12 +318,15 @@ class Figures:
                 self._set("regrow_spare_ranks", 0)
                 self._set("regrow_target_steps", self._target_steps)
                 self.values.pop(("regrow_step", ""), None)
+                self._without_ranks()  # a group that died with its driver has left no word of it
             case Trained():  # before its last step where it was asked to stop
                 self._set("regrow_step", event.step)
                 self._set("regrow_target_steps", event.step)
             case Generation():
                 if newest not in self._whole and event.start_step in self._whole:
                     self._whole[event.start_step] = now  # what was trained since is undone
+                if self.values.get(("regrow_snapshot_step", ""), 0) > event.start_step:
+                    del self.values["regrow_snapshot_step", ""]  # so is what it holds
                 self._set("regrow_generation", event.generation)
                 self._set("regrow_world_size", event.world_size)
                 if self._takes_snapshots:
@@ -330,13 +334,16 @@ class Figures:
             case Spares():
                 self._set("regrow_spare_ranks", event.count)
             case Forming() | Failure() | Stopped():
-                self._set("regrow_world_size", 0)
                 self._idle_since = now if self._idle_since is None else self._idle_since
-                self.ranks((), ())
+                self._without_ranks()
         step, committed_at = next(reversed(self._whole.items()), (None, None))
         for name, value in ("checkpoint_step", step or None), ("last_checkpoint_timestamp_seconds", committed_at):
             self.values.pop((f"regrow_{name}", ""), None)
             self._set(f"regrow_{name}", value)
+
+    def _without_ranks(self) -> None:
+        self._set("regrow_world_size", 0)
+        self.ranks((), ())
 
     def _checkpoint_interval_s(self, now: float) -> float | None:
         """By whichever way one is due first; None where there is none yet."""
