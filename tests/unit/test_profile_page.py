@@ -1,9 +1,10 @@
 """The page of a profile: what torch's profiler hands out, counted once."""
 
+import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from regrow.train.profile import Spent, spent, summary
+from regrow.train.profile import Spent, kind_of, spent, summary
 
 
 def event(number: int, name: str, start_us: float, end_us: float, device: DeviceType, **more: bool) -> FunctionEvent:
@@ -36,3 +37,21 @@ def test_on_a_gpu_kernels_count_and_neither_their_operators_nor_annotations() ->
     found = spent(events.key_averages(), "cuda")
     assert found == [Spent(product_kernel.name, 1e-3, 1), Spent(gather_kernel.name, 0.5e-3, 1)]
     assert "| all | 1.50 | |" in summary(found, title="steps 1 to 1", num_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_silu_t_view_18", "fused by torch.compile"),
+        ("triton_red_fused__fused_rms_norm__to_copy_abs_max_t_view_9", "fused by torch.compile"),
+        ("triton_per_fused_linear_sum_4", "fused by torch.compile"),
+        ("triton_for_fused_copy_0", "fused by torch.compile"),
+        ("triton_spl_fused_cumsum_0", "fused by torch.compile"),
+        ("cpp_fused_mm_silu_3", "fused by torch.compile"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("triton_tem_fused__scaled_mm_t_2", "matrix products"),
+    ],
+)
+def test_what_the_compiler_fused_is_no_product_for_the_operators_in_its_name(name: str, kind: str) -> None:
+    """A compiled model's page had nothing that was fused: each such kernel was a product or a copy."""
+    assert kind_of(name) == kind

@@ -22,12 +22,13 @@ from regrow.storage import Storage
 
 FOLDER = "profiles"
 KINDS = (  # the first that matches an operator's or a kernel's name
+    ("fused by torch.compile", r"^triton_(poi|red|per|for|spl)_|cpp_fused"),  # names of operators follow
     ("collectives", r"nccl|gloo|c10d|all_?gather|reduce_?scatter|all_?reduce|wait_tensor"),
     ("attention", r"attention|flash|fmha|sdpa|flex"),
     ("matrix products", r"\bmm\b|addmm|bmm|matmul|linear|gemm|_scaled_mm|cutlass|xmma|nvjet"),
     ("optimizer and clipping", r"adamw?|foreach|multi_tensor"),
     ("copies and casts", r"copy|memcpy|memset|\bto\b|_to_copy|\bcat\b|chunk_cat|split|clone|fill"),
-    ("fused by torch.compile", r"triton|compiled|cpp_fused"),
+    ("fused by torch.compile", r"triton|compiled"),
 )
 REST = "everything else"
 MOST_ROWS = 25
