@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from regrow.config.check import check
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig, RunConfig
 from regrow.config.store import pretrain_config
+from regrow.data import preflight
 from regrow.data.preflight import MARGIN, Outlook, check_corpus
 from regrow.data.prepare.documents import load_recipe
 from regrow.data.prepare.prepare import prepare
@@ -106,6 +107,27 @@ def test_a_run_goes_on_with_the_corpus_that_it_began_with_whatever_became_of_its
     for each in (another, other_documents):
         with pytest.raises(DataError, match="own"):
             find_corpora(each, progress=quiet)
+
+
+def test_a_run_whose_source_on_a_hub_is_gone_is_submitted_again(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, jobs.pretrain went on with its corpus, and jobs.submit ended with "is not on the hub"."""
+    prepared = find_corpora(config_of(tmp_path, source=str(source)), progress=quiet)
+    config = config_of(tmp_path, source="hf://datasets/us/gone")
+    write_config(find_or_create(config, manifest_sha256=prepared.sha256), config)
+
+    def gone(setting: str, location: str) -> dict[str, int]:
+        raise DataError(f"{setting}={location} is not on the hub")
+
+    monkeypatch.setattr(preflight, "files_on_hub", gone)
+    assert check_corpus(config).num_rows == prepared.manifests[0].splits["train"].num_rows
+    assert look_at_corpus(config) == ""
+    away = "s3://b/x?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"
+    for run in (RunConfig(storage_path=str(tmp_path), name="another"), RunConfig(storage_path=away)):
+        with pytest.raises(DataError, match=r"^data.source=hf://datasets/us/gone is not on the hub$") as refused:
+            check_corpus(replace(config, run=run), deadline_s=1.0, footers=False)
+        assert not isinstance(refused.value, UnseenError)
 
 
 def test_a_storage_that_cannot_be_reached_hides_no_mistake_in_the_corpus(tmp_path: Path) -> None:

@@ -84,22 +84,26 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     if data.corpora:
         named = ", ".join(data.corpora.values())
         return _look_at("data.corpora", named, lambda: _counted(config, data.corpora), deadline_s)
-    unseen: UnseenError | None = None
-    if footers or not is_hub(data.source):
+    if is_hub(data.source) and not footers:
         try:
-            begun = _look_at("run.storage_path", config.run.storage_path, lambda: _begun(config), deadline_s)
-        except UnseenError as error:
-            begun, unseen = None, error  # what can be seen of the source is looked at all the same
-        if begun is not None:
+            return _by_sizes(config, deadline_s)
+        except UnseenError:
+            raise
+        except DataError:  # of which a run that has begun needs nothing; asked only now, as it may take Arrow
+            with contextlib.suppress(UnseenError):
+                if (begun := _begun(config, deadline_s)) is not None:
+                    return begun
+            raise
+    unseen: UnseenError | None = None
+    try:
+        if (begun := _begun(config, deadline_s)) is not None:
             return begun
+    except UnseenError as error:
+        unseen = error  # what can be seen of the source is looked at all the same
     recipe = load_recipe(data.recipe)
     on_hub = _sizes_on_hub("data.source", data.source, deadline_s)
-    if on_hub is None or footers:
-        described = _look_at("data.source", data.source, lambda: recipe.describe(data), deadline_s)
+    described = _look_at("data.source", data.source, lambda: recipe.describe(data), deadline_s)
     _sizes_on_hub("data.tokenizer", data.tokenizer, deadline_s)
-    by_sizes = int(PARQUET_RATIO * sum((on_hub or {}).values()) / BYTES_PER_TOKEN / data.seq_len)
-    if on_hub is not None and not footers:
-        return _large_enough(config, by_sizes, BY_SIZES)
     tokenizer = None
     if data.tokenizer is not None:
         tokenizer = _look_at("data.tokenizer", data.tokenizer, lambda: _tokenizer(config), deadline_s)
@@ -115,8 +119,21 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     except UnseenError:
         if on_hub is None:
             raise
-        num_rows, basis = by_sizes, BY_SIZES  # it answers, slowly
+        num_rows, basis = _rows_by_sizes(data, on_hub), BY_SIZES  # it answers, slowly
     return _large_enough(config, num_rows, basis)
+
+
+def _by_sizes(config: PretrainConfig, deadline_s: float) -> Outlook:
+    """Of a source on a hub, by what the hub lists alone."""
+    data = config.data
+    load_recipe(data.recipe)
+    on_hub = _sizes_on_hub("data.source", data.source, deadline_s)
+    _sizes_on_hub("data.tokenizer", data.tokenizer, deadline_s)
+    return _large_enough(config, _rows_by_sizes(data, on_hub or {}), BY_SIZES)
+
+
+def _rows_by_sizes(data: DataConfig, files: Mapping[str, int]) -> int:
+    return int(PARQUET_RATIO * sum(files.values()) / BYTES_PER_TOKEN / data.seq_len)
 
 
 def _sizes_on_hub(setting: str, location: str | None, deadline_s: float) -> dict[str, int] | None:
@@ -149,12 +166,15 @@ def _counted(config: PretrainConfig, folders: Mapping[str, str]) -> Outlook:
     return Outlook(rows, config.data.seq_len, config.train.steps, config.optim.global_batch_seqs, "")
 
 
-def _begun(config: PretrainConfig) -> Outlook | None:
+def _begun(config: PretrainConfig, deadline_s: float) -> Outlook | None:
     """Of a run that goes on with the corpus that it has begun with, whatever became of the source."""
     from regrow.data.read.corpora import begun_with
 
-    folder = begun_with(config)
-    return _counted(config, {"": folder}) if folder is not None else None
+    def look() -> Outlook | None:
+        folder = begun_with(config)
+        return _counted(config, {"": folder}) if folder is not None else None
+
+    return _look_at("run.storage_path", config.run.storage_path, look, deadline_s)
 
 
 def _prepared(config: PretrainConfig, recipe: Recipe) -> Outlook | None:
