@@ -420,7 +420,6 @@ def test_the_defaults_pass_every_rule() -> None:
         ("data.validation_fraction", 0.0),
         ("optim.lr", 0.0),
         ("optim.eps", -1.0),
-        ("optim.eps", 0.0),
         ("optim.weight_decay", -0.1),
         ("optim.warmup_fraction", 0.8),
         ("optim.beta2", 1.0),
@@ -460,6 +459,17 @@ def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:
         check(config)
     assert f"{key}={value}" in str(error.value)
+
+
+def test_adamw_without_eps_goes_on_where_a_run_has_begun_with_it() -> None:
+    """Before, such a run could neither go on nor be changed: eps fixes its weights."""
+    config = PretrainConfig()
+    config.optim.eps = 0.0
+    check(config)
+    with pytest.raises(ConfigError, match=r"^optim.eps=0.0 must be positive: what has no gradient yet would"):
+        check_new(config)
+    config.optim.eps = 1e-12
+    check_new(config)
 
 
 @pytest.mark.parametrize("key", ["beta1", "beta2"])

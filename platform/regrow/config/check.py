@@ -341,7 +341,7 @@ def _optim(config: PretrainConfig) -> None:
     optim = config.optim
     _need(optim.num_slices >= 1, f"optim.num_slices={optim.num_slices} must be at least 1")
     _need(optim.lr > 0, f"optim.lr={optim.lr} must be positive")
-    _need(optim.eps > 0, f"optim.eps={optim.eps} must be positive: what has no gradient yet would become 0 / 0")
+    _need(optim.eps >= 0, f"optim.eps={optim.eps} must not be negative")
     _need(optim.weight_decay >= 0, f"optim.weight_decay={optim.weight_decay} must not be negative")
     for key in ("min_lr_ratio", "warmup_fraction", "decay_fraction"):
         _need(0 <= getattr(optim, key) <= 1, f"optim.{key}={getattr(optim, key)} must be between 0 and 1")
@@ -359,6 +359,7 @@ def _optim(config: PretrainConfig) -> None:
 def check_new(config: PretrainConfig) -> None:
     """Raises ConfigError for what no run should begin with; one that has goes on."""
     optim = config.optim
+    _need(optim.eps > 0, f"optim.eps={optim.eps} must be positive: what has no gradient yet would become 0 / 0")
     for key in ("beta1", "beta2"):
         _need(
             optim.moments is Dtype.float32 or getattr(optim, key) <= BFLOAT16_BETA,
