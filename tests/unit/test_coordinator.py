@@ -59,6 +59,7 @@ from regrow.state.memory.held import Held
 from regrow.state.memory.slots import Committed
 from regrow.storage import RETRY_DEADLINE_S, LocalStorage, Storage, StorageUnreachable
 from support.actors import Handle
+from support.full_disk import full_disk
 from support.spans import content_of
 from support.trainers import trainer_of
 
@@ -779,6 +780,37 @@ def test_what_the_log_does_not_take_is_tried_until_it_does_in_order(monkeypatch:
     assert written == list(range(5))
     assert ["No space left" in told[0], "written again" in told[1], len(told)] == [True, True, 2]
     assert writer.close(1.0) == 0
+
+
+def test_a_word_of_storage_that_cannot_be_said_does_not_end_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk that is full is that of this process' output, too: no row was written any more, and no COMMIT."""
+    monkeypatch.setattr(log_writer, "RETRY_S", 0.01)
+    errors = [OSError(28, "No space left on device")]
+
+    def tell(text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    def write() -> None:
+        if errors:
+            raise errors.pop()
+
+    writer = LogWriter(tell)
+    with full_disk():
+        assert writer.wait(writer.put(write), 20.0)
+        assert writer.wait(writer.put(lambda: 1 // 0), 20.0)
+        assert writer.wait(writer.put(write), 20.0)
+
+
+def test_a_full_disk_of_its_own_output_keeps_a_coordinator_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_run_without_storage(tmp_path, monkeypatch, blocks=False) as (made, storage, _, _), full_disk():
+        made.note("note", {"text": "meanwhile"})
+        until(lambda: any("cannot be written" in each["text"] for each in events_of(made, "note")))
+        storage.back.set()
+        monkeypatch.setattr(shell, "FLUSH_S", 60.0)
+        made.shell._flush_log()
+        assert "meanwhile" in [each.get("text") for each in read_events(storage)]
 
 
 def test_a_mistake_in_one_work_does_not_keep_the_others_from_the_log(capsys: pytest.CaptureFixture[str]) -> None:

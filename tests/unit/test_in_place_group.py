@@ -27,6 +27,7 @@ from regrow.runtime import ray_train
 from regrow.runtime.backend import last_line
 from regrow.runtime.ray_train import VIEW_S, InPlaceGroup, Places
 from regrow.runtime.trainer import build_trainer
+from support.full_disk import full_disk
 
 SIZE = 3
 
@@ -263,6 +264,18 @@ def test_one_more_comes_and_one_that_could_not_start_leaves_its_place_empty_for_
     group.poll()
     assert group.poll() == ([0, 1, 2, 3], True)
     assert group.empty[3] > died_at
+
+
+def test_a_place_is_not_for_ever_being_filled_where_the_log_disk_is_full(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(place: int, places: Any) -> None:
+        raise RuntimeError("its node is gone again")
+
+    monkeypatch.setattr(group, "_worker_for", fails)
+    with full_disk():
+        InPlaceGroup._start_worker(group, 4)
+    assert group._filled.get(timeout=60.0) == (4, None)
 
 
 def test_what_ray_shows_is_told_again_and_again_for_a_coordinator_that_was_restarted(

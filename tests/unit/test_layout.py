@@ -56,6 +56,18 @@ def test_no_function_is_longer_than_70_lines_and_no_class_than_250() -> None:
     assert long == []
 
 
+def test_what_runs_in_rays_processes_prints_nothing_that_a_full_disk_makes_an_error() -> None:
+    """Their output is a file: `process_log` writes it, and what handles a failure goes on."""
+    found = []
+    for folder in ("runtime", "parallel", "train"):
+        for path in (ROOT / "platform/regrow" / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                if name == "print" or name.startswith(("traceback.print", "sys.stdout.", "sys.stderr.")):
+                    found.append(f"{path.relative_to(ROOT)}: {name}")
+    assert found == []
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -20,6 +20,7 @@ from regrow.control.troubles import LEAST_FIRST_STEP_S, OTHERS_S
 from regrow.errors import DataError
 from regrow.record.events import Cause
 from regrow.runtime import rendezvous, worker
+from support.full_disk import full_disk
 from support.told import Told, one
 
 NO_CORPUS = "data holds no finished corpus on host-3"
@@ -273,6 +274,24 @@ def test_whatever_one_process_fails_with_is_its_own_trouble_and_nothing_leaves_i
     assert told.control.ending is None
     assert run(DataError(NO_CORPUS), Coordinator(told), one(4, "newer")) == "expelled"
     assert [each["detail"] for each in told.records("unfit")] == [SAID, NO_CORPUS]
+
+
+def test_what_broke_a_group_is_told_though_the_workers_log_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors of a lost rank died with it: the print raised out of what was to keep them."""
+    said = list[str]()
+    monkeypatch.setattr(worker, "CoordinatorClient", lambda *_: SimpleNamespace(broke=said.append))
+    job: Any = SimpleNamespace(coordinator=None)
+    with full_disk():
+        worker._report(job, None, SimpleNamespace(rank=3, generation=7), RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
+    assert said == ["rank 3: RuntimeError: Connection closed by peer"]
+
+
+def test_a_process_that_fails_on_a_full_log_disk_is_told_of_all_the_same(run: Callable[..., str]) -> None:
+    told = Told()
+    training(told, A, B)
+    with full_disk():
+        assert run(RuntimeError(CUDA), Coordinator(told)) == "expelled"
+    assert [each["detail"] for each in told.records("unfit")] == [SAID]
 
 
 def test_what_all_processes_fail_with_ends_the_run_with_its_message(run: Callable[..., str]) -> None:

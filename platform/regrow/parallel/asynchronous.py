@@ -36,6 +36,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
 from regrow.config.schema import Backend
+from regrow.process_log import say
 
 NAME = Backend.asynchronous.value
 ID_KEY = "unique id"
@@ -321,7 +322,7 @@ class ProcessGroupAsynchronous(_ProcessGroup):
         It waits for kernels of other groups, too: abort them side by side. Raises DistBackendError after the timeout.
         """
         if self._is_shut_down:
-            print(f"abort of {self} after its shutdown: NCCL frees twice", file=sys.stderr)
+            say(f"abort of {self} after its shutdown: NCCL frees twice", sys.stderr)
             os.abort()
         if self._aborted_at is None:
             self._aborted_at = self._stream.position()
@@ -425,7 +426,7 @@ class ProcessGroupAsynchronous(_ProcessGroup):
             elif self._works and time.monotonic() - self._works[0].began_s > self._timeout_s:
                 self._error = ErrorType.TIMEOUT
         if self._tears_down:
-            print(f"{NAME} watchdog, group {self.group_name}: {self._error}, this process ends", file=sys.stderr)
+            say(f"{NAME} watchdog, group {self.group_name}: {self._error}, this process ends", sys.stderr)
             time.sleep(self._dump_s)  # whatever becomes of the group meanwhile
             os.abort()
 

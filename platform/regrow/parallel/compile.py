@@ -12,6 +12,7 @@ import torch
 from regrow.config.schema import CompileMode, Float8, ParallelConfig
 from regrow.errors import RegrowError, first_line
 from regrow.model.llama import Llama
+from regrow.process_log import say
 from regrow.storage import Storage
 
 if TYPE_CHECKING:  # torch 2.11 has it in no namespace before something is compiled
@@ -114,4 +115,4 @@ def _kind(device: torch.device) -> str:
 
 
 def _complain(text: str) -> None:
-    print(f"compile cache: {text}", file=sys.stderr)
+    say(f"compile cache: {text}", sys.stderr)

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from regrow.errors import first_line
+from regrow.process_log import say
 
 Result = TypeVar("Result")
 
@@ -55,7 +56,7 @@ class CudaStream(HostStream):
                     torch.cuda.synchronize(self._device)
                 at_rest.set_result(True)
             except RuntimeError as error:  # some errors stay with a CUDA process to its end
-                print(f"regrow: {self._device} does not come to rest: {first_line(error)}")
+                say(f"regrow: {self._device} does not come to rest: {first_line(error)}")
                 at_rest.set_result(False)
 
         threading.Thread(target=synchronize, name="drain", daemon=True).start()

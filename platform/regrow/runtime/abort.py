@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from regrow.process_log import say
+
 Address = tuple[str, int]  # host, port
 
 ABORT_S = 10.0  # for a communicator to be aborted, and for a process to come out of making one
@@ -137,7 +139,7 @@ class Breaker:
             waited_s, connecting = time.monotonic() - begun_at, self._is_connecting
             if waited_s > (ABORT_S if connecting else LEAVE_S):
                 what = "making communicators" if connecting else "a collective or on its device"
-                print(f"regrow: {waited_s:.0f} s after its group was over it hangs in {what}: ends", file=sys.stderr)
+                say(f"regrow: {waited_s:.0f} s after its group was over it hangs in {what}: ends", sys.stderr)
                 with contextlib.suppress(OSError):
                     faulthandler.dump_traceback(STDERR, all_threads=True)
                 os._exit(1)

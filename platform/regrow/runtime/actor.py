@@ -24,6 +24,7 @@ from regrow.control.states import GivenUp, RowAnswer, Settling
 from regrow.control.values import Peer, SnapshotAck
 from regrow.control.verification import Outcome
 from regrow.errors import RegrowError, ResumeError, first_line
+from regrow.process_log import say
 from regrow.record.claim import Claim
 from regrow.record.lock import LEASE_WAIT_S, LOCK_WAIT_S, is_held, lock_elsewhere, lock_run
 from regrow.record.log import newest_row, next_generation, positive, read_events
@@ -476,7 +477,7 @@ def _once_there(work: Callable[[], Found], folder: Storage, *, patient: bool) ->
         except OSError as error:
             if not patient:
                 raise
-            print(f"waiting for {folder}: {first_line(error)}", flush=True)
+            say(f"waiting for {folder}: {first_line(error)}")
             time.sleep(READ_AGAIN_S)
 
 

@@ -6,11 +6,11 @@ Once another process writes the run, all of them are dropped.
 
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 
 from regrow.errors import first_line
+from regrow.process_log import say_error
 from regrow.record.claim import Superseded
 
 RETRY_S = 2.0  # between tries of what storage does not take
@@ -88,8 +88,8 @@ class LogWriter:
                     self._works.clear()
                     self._changed.notify_all()
                 return
-            except Exception:  # a mistake of ours; what comes after it counts
-                traceback.print_exc()
+            except Exception as error:  # a mistake of ours; what comes after it counts
+                say_error(error)
             self._is_done()
             with self._changed:
                 self._works.popleft()
@@ -101,7 +101,7 @@ class LogWriter:
             is_news = self._away_since is None
             self._away_since = since if is_news else self._away_since
         if is_news:
-            self._tell(
+            self._say(
                 f"the run folder cannot be written ({why}): training goes on, the log is kept in memory until it can"
             )
 
@@ -116,4 +116,10 @@ class LogWriter:
                 return
             self._away_since = None
         if since is not None:
-            self._tell(f"the run folder can be written again, after {time.monotonic() - since:.0f} s; nothing is lost")
+            self._say(f"the run folder can be written again, after {time.monotonic() - since:.0f} s; nothing is lost")
+
+    def _say(self, text: str) -> None:
+        try:
+            self._tell(text)
+        except Exception as error:  # the log matters more
+            say_error(error)

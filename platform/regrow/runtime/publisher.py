@@ -1,7 +1,6 @@
 """A checkpoint's way into storage, but for the parts, which keepers write: index, COMMIT, retention. On a thread."""
 
 import contextlib
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import cast
@@ -10,6 +9,7 @@ from regrow.control import events as e
 from regrow.control.commands import Delete, NoteDamaged, PublishCommit, PublishIndex, Write, WriteAll
 from regrow.control.values import Version
 from regrow.errors import first_line
+from regrow.process_log import say_error
 from regrow.record.claim import Superseded
 from regrow.state.disk.catalog import note_damaged, step_folder, try_retain
 from regrow.state.disk.format import COMMIT
@@ -176,7 +176,7 @@ class Publisher:
         done = [each for each in self._working if each.done()]
         self._working = [each for each in self._working if each not in done]  # some are by now
         for error in filter(None, (each.exception() for each in done)):  # a mistake of ours, of one of them
-            traceback.print_exception(error)
+            say_error(error)
         events = [event for each in done if each.exception() is None and (event := each.result()) is not None]
         self._stored |= {event.upload for event in events if isinstance(event, e.CheckpointCommitted)}
         del self._apart[: sum(isinstance(event, e.Deleted) for event in events)]

@@ -37,6 +37,7 @@ from ray.util.placement_group import PlacementGroup
 
 from regrow.config.schema import PretrainConfig
 from regrow.config.spares import most_workers
+from regrow.process_log import say
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
@@ -399,8 +400,8 @@ class InPlaceGroup(WorkerGroup):
                 self._init_train_context([worker], state.sync_actor)
                 ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
         except Exception as error:  # its node is gone again: the place stays empty, and is tried anew
-            print(f"place {place} is not filled: {type(error).__name__}: {last_line(error)}", flush=True)
             self._filled.put((place, None))
+            say(f"place {place} is not filled: {type(error).__name__}: {last_line(error)}")
             return
         self._filled.put((place, worker))
         if not self.has_started():  # the run has ended meanwhile

@@ -27,6 +27,7 @@ from regrow.parallel.tree import Tree
 from regrow.parallel.world import init_members
 from regrow.parallel.world import members as members_of_world
 from regrow.plan.tree import FAN_OUT
+from regrow.process_log import say
 from regrow.runtime.abort import Address, Breaker, listening
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.liveness.pulse import started_at
@@ -210,7 +211,7 @@ def await_verdict(coordinator: CoordinatorClient, *, generation: int, me: Member
 
 def expelled() -> NoReturn:
     """The others go on without this process: Ray Train starts another one, elsewhere if that happens again."""
-    print("regrow: the run goes on without this process, which ends", file=sys.stderr, flush=True)
+    say("regrow: the run goes on without this process, which ends", sys.stderr)
     os._exit(1)
 
 

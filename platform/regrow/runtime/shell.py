@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.past import Past, formed
+from regrow.process_log import say, say_error
 from regrow.record.claim import Claim
 from regrow.record.events import from_row
 from regrow.record.log import RANKS, RunLog, encode
@@ -200,8 +200,8 @@ class Shell:
         while not self._closing.wait(TICK_S):
             try:
                 self.tick()
-            except Exception:  # a mistake of ours; the next tick goes on
-                traceback.print_exc()
+            except Exception as error:  # a mistake of ours; the next tick goes on
+                say_error(error)
 
     def tick(self) -> None:
         """Take in what keepers and storage have answered, and let control decide what time alone decides."""
@@ -209,8 +209,8 @@ class Shell:
             for event in [*self.fleet.answers(), *self.publisher.done()]:
                 try:
                     self.tell(event)
-                except Exception:  # a mistake of ours, of one answer
-                    traceback.print_exc()
+                except Exception as error:  # a mistake of ours, of one answer
+                    say_error(error)
             self._follow(self.control.tick(self.now))
             self.metrics.tick()
             if self._claim.lost and not self.control.is_superseded:
@@ -304,7 +304,7 @@ class Shell:
         self.record("note", {"text": text})
 
     def _tell_of_storage(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
         self._note(text)
 
     def _flush_log(self) -> None:

@@ -32,6 +32,7 @@ from regrow.parallel.compile import CompileCache
 from regrow.parallel.fsdp import BACKENDS
 from regrow.parallel.stream import Stream, stream_of
 from regrow.plan.topology import largest
+from regrow.process_log import say_error
 from regrow.runtime.abort import LEAVE_S, Breaker
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.generation import train_generation
@@ -83,7 +84,7 @@ def run_worker(job: Job) -> None:
         is_late = isinstance(error, ray.exceptions.GetTimeoutError)  # the coordinator waits for storage, it may be
         if not (is_late or job.config.cluster.in_place):
             raise
-        traceback.print_exception(error)
+        say_error(error)
         if is_late:
             os._exit(1)  # all may meet it; other processes come in their places
         _await_verdict(job, me, 0, f"{type(error).__name__}: {first_line(error)}")
@@ -256,10 +257,13 @@ def _await_verdict(job: Job, me: Member, generation: int, message: str) -> None:
 
 
 def _report(job: Job, memory: MemoryTier | None, joined: Joined | None, error: Exception) -> None:
-    """Tell the coordinator what ended the generation here, by way of the keeper, and the worker's log all of it."""
-    traceback.print_exception(error)
-    if joined is None:
-        return
+    """Tell the coordinator what ended the generation here, by way of the keeper, then the worker's log all of it."""
+    if joined is not None:
+        _tell_what_broke(job, memory, joined, error)
+    say_error(error)
+
+
+def _tell_what_broke(job: Job, memory: MemoryTier | None, joined: Joined, error: Exception) -> None:
     detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"[:500]
     if memory is not None:
         with contextlib.suppress(ray.exceptions.RayError):  # it is gone, or stopped

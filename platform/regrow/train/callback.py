@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from regrow.control.values import Scalar
 from regrow.errors import ConfigError, first_line
+from regrow.process_log import say_error
 from regrow.state.entries import Progress, user_scalars
 
 MOST_BYTES = 512  # of a state as JSON: it is in each rank's snapshots, with the numbers that are there anyway
@@ -95,7 +95,7 @@ def _within(name: str, what: str, *, is_over: Callable[[], bool] | None, fix: st
             raise
         module = name.partition(":")[0]
         if not (isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")):  # not found
-            traceback.print_exception(error)
+            say_error(error)
         said = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"train.callback={name}: {what} raised {said}{fix}") from None
 
