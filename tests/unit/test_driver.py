@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from regrow.data.preflight import Outlook
 from regrow.data.read.corpora import Corpora
 from regrow.data.read.manifest import Shard
 from regrow.errors import DataError, RegrowError
+from regrow.record import events
 from regrow.runtime import driver, shell
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
@@ -75,6 +78,24 @@ def test_a_coordinator_that_does_not_end_in_time_does_not_fail_a_job_that_is_don
     session.coordinator = Coordinator()
     assert "has not ended within" in session.close(4, "finished", "")
     assert driver.END_S > shell.CLOSE_S + shell.DELETE_S
+
+
+def test_a_group_of_which_a_restarted_coordinator_saw_no_beginning_is_shown_without_how_it_started(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the driver ended with KeyError: 'startup_s', without a checkpoint."""
+    unseen = events.Generation(time=1.0, generation=1, world_size=1, start_step=0, cause="start", workers=[])
+    updates = [shell.Update(1, "event", unseen.to_row()), shell.Update(2, "row", {"step": 1, "step_s": 0.5})]
+    rows = list[int]()
+    session.console.row = lambda row: rows.append(row["step"])  # type: ignore[method-assign]
+    session.coordinator = SimpleNamespace(
+        updates=SimpleNamespace(remote=lambda after: Reference((updates[after:], "", False)))
+    )
+    session.interrupts = SimpleNamespace(asked_to_stop=False)  # type: ignore[assignment]
+    session.shown, session.startup_s, session.messages = 0, {"model": 1.0}, SimpleQueue()
+    assert session._show() == ""
+    assert (rows, session.shown) == ([1], 2)
+    assert session.console.said == [unseen.sentence()]  # type: ignore[attr-defined]
 
 
 def test_a_batch_larger_than_the_corpus_is_refused_before_there_is_a_run(

@@ -361,7 +361,7 @@ class Session:
                 if update.content["event"] == "spares":
                     self.console.num_spares = update.content["count"]
                 if update.content["event"] == "generation":
-                    self.startup_s = update.content["startup_s"]
+                    self.startup_s = update.content.get("startup_s")  # none of one that `Takeover.unseen` told of
         return str(fatal)
 
     def _show_messages(self) -> None:
