@@ -1,7 +1,9 @@
 """What tests of the simulator share: its configuration, and inputs with nothing but what a test gives."""
 
 import random
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 
 from hydra import compose, initialize_config_dir
 
@@ -16,6 +18,11 @@ AT_98K = ("simulate.gpus=98304", "simulate.unit_gpus=128", "simulate.num_slices=
 
 
 def configured(*arguments: str) -> SimulateJobConfig:
+    return deepcopy(_configured(arguments))
+
+
+@cache
+def _configured(arguments: tuple[str, ...]) -> SimulateJobConfig:
     register(SimulateJobConfig)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_dataclass(compose("simulate", overrides=list(arguments)), SimulateJobConfig)

@@ -1,7 +1,6 @@
 """Planned maintenance: nodes are left one after another, and no step is lost; in virtual time."""
 
 import json
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from regrow.record.status import status_of
 from regrow.runtime import maintenance
 from regrow.runtime.maintenance import DrainError, Rolling, attached, find_nodes, left, run_for
 from regrow.storage import LocalStorage
+from support.commands import call
 from support.control_world import World
 from support.told import Told, one
 
@@ -360,8 +360,7 @@ def test_a_coordinator_that_is_gone_meanwhile_does_not_hide_which_nodes_are_out(
     ],
 )
 def test_the_command_says_what_is_wrong_with_it(arguments: list[str], status: int, words: str) -> None:
-    command = [sys.executable, "-m", "jobs.drain", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = call("drain", *arguments)
     assert done.returncode == status
     assert words in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

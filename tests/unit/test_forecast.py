@@ -52,6 +52,7 @@ from regrow.model.size import num_params
 from regrow.plan.pipeline import Stages, cut_blocks
 from regrow.simulate.world import inputs_of
 from regrow.train.saver import SAFE_S
+from support.commands import call
 from support.simulating import configured
 
 ROOT = Path(__file__).parents[2]
@@ -657,9 +658,7 @@ def test_a_table_has_the_smallest_and_the_largest_size_and_whole_nodes():
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jobs.plan", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    return call("plan", *arguments)
 
 
 def test_the_command_prints_tables_or_json_and_needs_no_torch_for_gpus():

@@ -34,6 +34,7 @@ from regrow.storage import Storage
 from regrow.submit import job_status
 from regrow.submit.job_status import _newest, is_here, on_kubernetes, on_ray, use_token
 from support import stand_in_kubectl
+from support.commands import call
 from support.stand_in_kubectl import STATE, store
 
 T0 = 1_700_000_000.0
@@ -607,22 +608,14 @@ def test_who_holds_the_run_is_seen_by_its_lock(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # looking has left it free
 
 
-def job(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "importtime", "-m", "jobs.status", *arguments]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=60, **more)
-
-
-def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-
-
 def test_the_job_reads_a_folder_without_torch_ray_or_hydra(tmp_path: Path) -> None:
     write(tmp_path / "mine", ROWS, [*STARTED, event("stopped", 31, step=10, reason="finished")])
-    done = job(str(tmp_path / "mine"))
+    command = [sys.executable, "-X", "importtime", "-m", "jobs.status", str(tmp_path / "mine")]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("mine: finished 2023-11-14 22:13:51 UTC (")
     assert not {"torch", "ray", "hydra", "pyarrow"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    done = job(str(tmp_path / "mine"), "--json", "--watch")  # a run that is over is not watched
+    done = call("status", tmp_path / "mine", "--json", "--watch")  # a run that is over is not watched
     assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [10]
 
 
@@ -638,8 +631,8 @@ def test_the_job_reads_a_folder_without_torch_ray_or_hydra(tmp_path: Path) -> No
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
-    done = job(*arguments)
-    errors = [line for line in errors_of(done) if not line.startswith("usage:") and not line.startswith(" ")]
+    done = call("status", *arguments)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("usage:") and not line.startswith(" ")]
     assert len(errors) == 1, errors
     assert words in errors[0]
     assert done.returncode in (1, 2)

@@ -46,6 +46,7 @@ class Stages:
         return sum(len(self.blocks[stage]) for stage in self.of_rank(rank))
 
 
+@cache  # of every size and layout that is looked at the same
 def cut_blocks(num_blocks: int, pp: int, per_rank: int, *, before: float, behind: float) -> Stages:
     """Cut blocks into `pp` times `per_rank` stages, so that the slowest rank has as little to do as it can.
 
