@@ -28,6 +28,7 @@ from regrow.errors import ConfigError, RegrowError
 from regrow.model.linears import phase_end
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.topology import ranks_of_unit
+from regrow.program import program
 from regrow.runtime.hardware.peak import peak_flops
 from regrow.runtime.run_folder import check_may_start
 from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, on_first_rank_at_length, process_group
@@ -76,6 +77,9 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
 
 
 def main(arguments: list[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
     config = pretrain_config(arguments)
     with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
         config = for_this_group(config, device)
@@ -93,11 +97,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        if {"-h", "--help"} & set(sys.argv[1:]):
-            print(__doc__)
-            sys.exit()
+    with program():
         main(sys.argv[1:])
-    except RegrowError as error:
-        sys.exit(f"error: {error}")
     end_process()

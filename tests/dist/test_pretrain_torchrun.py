@@ -420,11 +420,12 @@ def train_with_an_outage(arguments: list[str]) -> tuple[str, float]:
 
 
 def test_what_there_is_only_with_ray_is_refused_and_not_advised() -> None:
-    wrong = ["observe.profile_at_step=3", "checkpoint.every_steps=null", "parallel.compile_cache=/cache"]
+    wrong = ["observe.profile_at_step=3", "checkpoint.every_steps=null", "parallel.compile_cache=s3://me:word@b/x"]
     told = run_ranks(refusals, 1, [[each] for each in [*wrong, "cluster.backend=asynchronous"]])[0]
     assert told[0] == "observe.profile_at_step=3: without Ray no profile is taken; leave it out"
     assert told[1] == "checkpoint.every_steps=null leaves only the checkpoint at the end; set checkpoint.every_steps"
-    assert told[2].startswith("parallel.compile_cache=/cache: without Ray nothing compiled is fetched or kept; leave")
+    assert told[2].startswith("parallel.compile_cache: without Ray nothing compiled is fetched or kept; leave it out")
+    assert "word" not in told[2]  # before, each rank printed it
     assert told[3] == "cluster.backend=asynchronous: without Ray collectives on CPUs are gloo's; leave it out"
 
 

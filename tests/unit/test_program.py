@@ -138,6 +138,7 @@ def test_what_the_outputs_encoding_lacks_is_escaped() -> None:
         "jobs.evaluate --list",
         "jobs.status --help",
         "jobs.simulate --cfg job",
+        "jobs.pretrain_torchrun --help",
     ],
 )
 def test_a_job_whose_output_nobody_reads_ends_without_a_word(command: str) -> None:

@@ -150,9 +150,9 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
         )
     if (at := config.observe.profile_at_step) is not None:
         raise ConfigError(f"observe.profile_at_step={at}: without Ray no profile is taken; leave it out")
-    if (cache := config.parallel.compile_cache) is not None:
-        raise ConfigError(
-            f"parallel.compile_cache={cache}: without Ray nothing compiled is fetched or kept; leave it out, "
+    if config.parallel.compile_cache is not None:
+        raise ConfigError(  # not with its value, which may have a password
+            "parallel.compile_cache: without Ray nothing compiled is fetched or kept; leave it out, "
             "TORCHINDUCTOR_CACHE_DIR names a folder of torch's own"
         )
     if config.cluster.backend is Backend.asynchronous:
