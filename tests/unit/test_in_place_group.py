@@ -1,5 +1,6 @@
 """Which of a group's workers count as dead, and when the group is over, without a Ray: what is polled is given."""
 
+import itertools
 import os
 import threading
 import time
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -260,7 +261,7 @@ def test_one_more_comes_and_one_that_could_not_start_leaves_its_place_empty_for_
     group.poll()
     died_at = group.empty[3]
     time.sleep(0.01)
-    group.meanwhile = [(3, None)]
+    group.meanwhile = [(3, RuntimeError("its node is gone again"))]
     group.poll()
     assert group.poll() == ([0, 1, 2, 3], True)
     assert group.empty[3] > died_at
@@ -275,7 +276,46 @@ def test_a_place_is_not_for_ever_being_filled_where_the_log_disk_is_full(
     monkeypatch.setattr(group, "_worker_for", fails)
     with full_disk():
         InPlaceGroup._start_worker(group, 4)
-    assert group._filled.get(timeout=60.0) == (4, None)
+    place, error = group._filled.get(timeout=60.0)
+    assert (place, str(error)) == (4, "its node is gone again")
+
+
+def test_what_keeps_workers_from_starting_is_told_once_and_tried_less_and_less(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a place that never had a worker, a process was started twice a second for ever, and nothing said why."""
+    now, tries = [1000.0], list[float]()
+    error = RuntimeError("a worker failed to initialize:\nModuleNotFoundError: No module named 'regrow'")
+
+    def in_vain(place: int) -> None:
+        tries.append(now[0] - 1000.0)
+        group._filled.put((place, error))
+
+    monkeypatch.setattr(group, "_start_worker", in_vain)
+    monkeypatch.setattr(ray_train, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    group.places.there = {4: "broken"}
+    for _ in range(3000):
+        group.poll()
+        until(lambda: not group._filling or not group._filled.empty())
+        now[0] += 0.5
+    assert tries[:5] == [0.0, 3.5, 10.0, 22.5, 47.0]  # looked at every half second
+    assert {after - before for before, after in itertools.pairwise(tries[-4:])} == {ray_train.MOST_FILL_AFTER_S + 0.5}
+    said = "no worker starts on node broken: ModuleNotFoundError: No module named 'regrow'"
+    assert group.notes == [("note", {"text": said})]
+    num_tries = len(tries)
+    group.places.there = {4: "another"}
+    group.poll()
+    until(lambda: len(tries) > num_tries)  # at once: that one has not failed yet
+    group.poll()
+    assert len(group.notes) == 2
+
+
+def test_a_worker_that_cannot_start_as_the_run_ends_is_not_told_of(group: Group) -> None:
+    group._filling[4] = "node"
+    group._filled.put((4, RuntimeError("the actor died")))
+    cast(Any, group)._worker_group_state = None
+    group._take_in()
+    assert (group.notes, group._filling) == ([], {})
 
 
 def test_what_ray_shows_is_told_again_and_again_for_a_coordinator_that_was_restarted(
@@ -304,7 +344,7 @@ def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_m
     until(lambda: sorted(group.started) == [4, 5, 6, 7])
     group.poll()
     assert group.views[-1][3] == {"new": 4}
-    group.meanwhile = [(6, worker(16, "new")), (4, None), (7, worker(17, "new"))]
+    group.meanwhile = [(6, worker(16, "new")), (4, RuntimeError("gone")), (7, worker(17, "new"))]
     group.poll()
     assert group.poll()[0] == [0, 1, 2, 16, 17]
     group.told_at = 0.0
@@ -315,9 +355,9 @@ def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_m
     assert group.told == [("new", 17)]
     assert group.views[-1][3] == {"new": 2}
     group.looked_at = 0.0
-    group.places.there = {3: "other", 4: "new", 5: "new", 6: "new", 7: "new"}
+    group.places.there = {3: "other", 4: "other", 5: "new", 6: "new", 7: "new"}
     group.poll()
-    until(lambda: sorted(group.started) == [3, 4, 4, 5, 6, 7])  # 7 in a while: its node may be gone
+    until(lambda: sorted(group.started) == [3, 4, 4, 5, 6, 7])  # 7 in a while: its node may be gone; 4 has another one
     group.meanwhile = [(3, worker(13, "other")), (7, worker(27, "new"))]
     group.poll()
     assert group.poll()[0] == [0, 1, 2, 16, 27, 13]

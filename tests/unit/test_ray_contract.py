@@ -83,6 +83,8 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
         "_raised",
         "_filling",
         "_filled",
+        "_in_vain",
+        "_told_of",
         "looked_at",
         "_looks",
         "_ended",

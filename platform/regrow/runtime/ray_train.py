@@ -46,7 +46,8 @@ from regrow.runtime.cluster import POLLS_PER_S, room_for
 MOST_LOOK_S = 1.0  # between Ray Train's polls, in which workers are asked, at POLLS_PER_S, and all else is looked after
 LOOK_S = 0.5  # between looks for room
 STILL_S = 5.0  # without a further place, before a group begins with those it has: Ray tries again every second at most
-FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
+FILL_AFTER_S = 3.0  # from a worker's death, or a start in vain, to the first look for room in its place
+MOST_FILL_AFTER_S = 120.0  # the same where starts on one node are in vain again and again: it doubles up to that
 STARTS_AT_ONCE = 32  # workers that come to a group
 FIRST_AT_ONCE = 1024  # workers that a group starts with: a thread each, which waits for its process
 START_S = 60.0  # for a new worker to take up its function
@@ -211,7 +212,9 @@ class InPlaceGroup(WorkerGroup):
         self.empty: dict[int, float] = {}  # places whose worker is gone, since when
         self._raised: dict[int, Exception] = {}  # those of them whose worker's train function raised something
         self._filling: dict[int, str] = {}  # places, each of them by a thread, and their nodes
-        self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with the worker; None where it was in vain
+        self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with the worker, or the error where it was in vain
+        self._in_vain: dict[int, tuple[str, float, float]] = {}  # of such a place: the node, left until when, how long
+        self._told_of: set[str] = set()  # what keeps workers from starting
         self._starting = threading.Semaphore(STARTS_AT_ONCE)
         self._started_at: dict[int, float] = {}  # places that were filled since the group started
         self._dead: dict[tuple[str, int], tuple[float, str, str]] = {}  # processes: since when, cause and detail
@@ -372,6 +375,9 @@ class InPlaceGroup(WorkerGroup):
         self._heed_notices(places)
         wanted = self.empty.keys() | set(range(self._most)).difference(self._place_of)
         for place, node in places.rooms(sorted(wanted - self._filling.keys())).items():  # which gives up lost groups
+            failed_on, until, _ = self._in_vain.get(place, ("", 0.0, 0.0))
+            if failed_on == node and time.monotonic() < until:
+                continue  # most likely it fails again
             if time.monotonic() - self.empty.get(place, 0.0) < FILL_AFTER_S:
                 continue  # a node that was killed is listed alive for a while
             self._filling[place] = node
@@ -400,7 +406,7 @@ class InPlaceGroup(WorkerGroup):
                 self._init_train_context([worker], state.sync_actor)
                 ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
         except Exception as error:  # its node is gone again: the place stays empty, and is tried anew
-            self._filled.put((place, None))
+            self._filled.put((place, error))
             say(f"place {place} is not filled: {type(error).__name__}: {last_line(error)}")
             return
         self._filled.put((place, worker))
@@ -413,11 +419,11 @@ class InPlaceGroup(WorkerGroup):
         ranks: Any = self._worker_rank_to_replica_group_rank
         while not self._filled.empty():
             place, worker = self._filled.get()
-            self._filling.pop(place, None)
-            if worker is None:
-                if place in self.empty:
-                    self.empty[place] = time.monotonic()
+            node = self._filling.pop(place, "")
+            if isinstance(worker, Exception):
+                self._was_in_vain(place, node, worker)
                 continue
+            self._in_vain.pop(place, None)
             if place not in self._place_of:
                 self._place_of.append(place)
             state: Any = self._worker_group_state
@@ -431,6 +437,19 @@ class InPlaceGroup(WorkerGroup):
             self._ended.discard(place)
             self._raised.pop(place, None)
             self._started_at[place] = time.monotonic()
+
+    def _was_in_vain(self, place: int, node: str, error: Exception) -> None:
+        """No worker has started in this place: the log says why, once, and its node is left for a while."""
+        now = time.monotonic()
+        failed_on, _, waited_s = self._in_vain.get(place, ("", 0.0, 0.0))
+        wait_s = min(2 * waited_s, MOST_FILL_AFTER_S) if failed_on == node else FILL_AFTER_S
+        self._in_vain[place] = node, now + wait_s, wait_s
+        if place in self.empty:
+            self.empty[place] = now
+        text = f"no worker starts on node {node[:12]}: {last_line(error)}"
+        if text not in self._told_of and self.has_started():  # else the run has ended meanwhile
+            self._told_of.add(text)
+            self._coordinator.note("note", {"text": text})
 
 
 class InPlaceController(TrainController):
