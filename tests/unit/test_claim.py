@@ -175,6 +175,17 @@ def test_a_coordinator_that_is_restarted_takes_its_own_place_and_no_other_jobs(f
         Claim.take(folder, job="old", restarted=True)
 
 
+def test_a_coordinator_that_died_before_it_took_a_number_is_superseded_by_no_job_before(folder: Storage) -> None:
+    """It said that another job writes the run now, of one that had ended."""
+    Claim.take(folder, job="a")
+    Claim.take(folder, job="a", restarted=True)
+    assert Claim.take(folder, job="b", restarted=True).number == 3
+    Claim.take(folder, job="c")
+    Claim.take(folder, job="c", restarted=True)
+    with pytest.raises(Superseded):
+        Claim.take(folder, job="b", restarted=True)
+
+
 def test_where_two_take_one_number_the_later_one_has_it(tmp_path: Path) -> None:
     """Without conditional writes both may be told that they have it; the one that was overwritten finds out."""
     folder = Storage.at(tmp_path)

@@ -15,7 +15,7 @@ from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, AT_MOST_S, REFUSED_S, Links
 from regrow.control.membership import Member
-from regrow.control.past import Past, Rollbacks, group_of
+from regrow.control.past import Past, Rollbacks, group_of, is_submitted
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
 from regrow.control.snapshots import COPIES, SILENT_S, UNHEARD_S, UNSAFE_S
@@ -1396,6 +1396,31 @@ def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
     events = [*log_of(told), {"event": "submitted", "time": told.now}]
     assert Past.of(events, generation=1, logged=0, stored=(), restarted=True).trained is None
     assert group_of(events, 1) == e.Restarted((), None, ())
+
+
+@pytest.mark.parametrize("is_done", [True, False], ids=["ended", "was killed"])
+def test_a_coordinator_that_died_before_its_job_was_in_the_log_begins_that_job(is_done: bool) -> None:
+    """It took the job before for its own: all workers ended at once, or the dead were waited for without end."""
+    told = Told()
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    for step in (1, 2, 3):
+        told.row(step)
+    if is_done:
+        told(e.Done())
+    events = [event | ({"job": "first"} if event["event"] == "submitted" else {}) for event in log_of(told)]
+    past = Past.of(events, generation=1, logged=3, stored=[3], restarted=True, job="second")
+    assert past.trained is None
+    again = Told(past)
+    again(group_of(events, 1, "second"))
+    assert again.control.ending is None
+    assert isinstance(again.control.state, Waiting)
+    formation = again.form(one(11, "a"), one(12, "b"))
+    assert [member.id for member in formation.members] == ["m11", "m12"]
+    assert is_submitted(events, "first")
+    assert not is_submitted(events, "second")
+    assert (Past.of(events, generation=1, logged=3, stored=[3], restarted=True, job="first").trained is None) != is_done
+    assert len(group_of(events, 1, "first").members) == 2
 
 
 def test_checkpoints_that_cannot_be_deleted_are_told_of() -> None:

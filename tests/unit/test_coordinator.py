@@ -64,7 +64,7 @@ from support.spans import content_of
 from support.trainers import trainer_of
 
 
-def make(folder: Path, **cluster: Any) -> Coordinator:
+def make(folder: Path, *, job: str = "", **cluster: Any) -> Coordinator:
     return Coordinator(
         str(folder),
         "run",
@@ -75,6 +75,7 @@ def make(folder: Path, **cluster: Any) -> Coordinator:
             observe=ObserveConfig(tensorboard=False, metrics=False),
         ),
         submitted={},
+        job=job,
     )
 
 
@@ -348,6 +349,29 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     again.shell.close()
     assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1, 2, 4, 5]
     assert [event["event"] for event in read_events(Storage.at(tmp_path))].count("submitted") == 1
+
+
+def test_a_coordinator_that_is_restarted_before_its_job_is_in_the_log_begins_that_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job before was at its end: no worker was taken any more."""
+    first = make(tmp_path, job="first")
+    generation = train(first, Keeper("node"))
+    first.row(generation, row(generation, 1))
+    first.done()
+    ended(first)
+    restart(monkeypatch)
+    begun = make(tmp_path, job="second")
+    assert not begun.updates(0)[2], "the run is not over"
+    newest = generation_of(join(begun, one(8)))
+    assert newest > generation
+    ended(begun)
+    again = make(tmp_path, job="second")
+    assert again.ready() == newest
+    assert again.formation("m8", generation).seat is not None, "the group is known"
+    ended(again)
+    submitted = [event for event in read_events(Storage.at(tmp_path)) if event["event"] == "submitted"]
+    assert [event["job"] for event in submitted] == ["first", "second"]
 
 
 def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(

@@ -74,9 +74,10 @@ class Past:
         logged: int,
         stored: Iterable[int],
         restarted: bool,
+        job: str = "",
         logged_at: float = 0.0,
     ) -> "Past":
-        """From the log's events, oldest first."""
+        """From the log's events, oldest first. `job` is this coordinator's, see `of_job`."""
         drained, limit = _drained(events), _limit(events)
         steps, began = _known(stored, events, limit), _began(events)
         past = Past(
@@ -84,7 +85,7 @@ class Past:
         )
         if not restarted:
             return past
-        events, rollbacks = since_submitted(events), Rollbacks()
+        events, rollbacks = of_job(events, job), Rollbacks()
         for event in events:
             if event["event"] == "failure" and event.get("cause") == Cause.nonfinite and event.get("step") is not None:
                 rollbacks.again(event["step"])
@@ -128,9 +129,9 @@ def _members_of(forming: Row) -> tuple[Member, ...]:
     return tuple(Member(**row, port=p, control=c) for row, p, c in zip(rows, port, control, strict=True))
 
 
-def group_of(events: Sequence[Row], generation: int) -> Restarted:
-    """What the log says of the newest generation."""
-    events = since_submitted(events)
+def group_of(events: Sequence[Row], generation: int, job: str = "") -> Restarted:
+    """What the log says of the newest generation, if it is this job's."""
+    events = of_job(events, job)
     newest = [event for event in events if event.get("generation") == generation]
     forming = next((event for event in newest if event["event"] == "forming"), None)
     if forming is None:
@@ -236,7 +237,18 @@ def _drained(events: Sequence[Row]) -> frozenset[str]:
     return frozenset(asked)
 
 
-def since_submitted(events: Sequence[Row]) -> Sequence[Row]:
-    """Those of the newest job."""
+def is_submitted(events: Sequence[Row], job: str) -> bool:
+    """Whether this job is the newest of which the log knows."""
+    newest = next((event for event in reversed(events) if event["event"] == "submitted"), None)
+    return newest is not None and newest.get("job", "") == job
+
+
+def of_job(events: Sequence[Row], job: str = "") -> Sequence[Row]:
+    """Those of this job, the newest. None are where its first coordinator died before the log knew of the job.
+
+    `job` is what its `submitted` has; older logs have none, and "" here.
+    """
     begins = [number for number, event in enumerate(events) if event["event"] == "submitted"]
-    return events[begins[-1] :] if begins else events
+    if not begins:
+        return events
+    return events[begins[-1] :] if is_submitted(events, job) else []

@@ -43,13 +43,13 @@ class Claim:
     def take(folder: Storage, *, job: str = "", restarted: bool = False) -> "Claim":
         """Take the next number.
 
-        `restarted`: only from a writer of the same job, whose place this process takes. Raises Superseded where
-        another job has it by now.
+        `restarted`: this process takes the place of one of the same job, which may have ended before it took any.
+        Raises Superseded where another job has taken one after this job.
         """
         content, newest = signature(job=job), 0
         while True:
             newest = max(newest, _newest(folder))
-            if restarted and newest and (other := _read(folder, newest)).get("job") != job:
+            if restarted and (other := _successor(folder, job)) is not None:
                 raise Superseded(_line(folder, other))
             newest += 1
             if folder.create(_name(newest), content) and folder.read_bytes(_name(newest)) == content:
@@ -95,7 +95,21 @@ def newest_claim(folder: Storage) -> Mapping[str, Any]:
 
 def _newest(folder: Storage) -> int:
     """The highest number that was taken; 0: none."""
-    return max((int(name[:6]) for name in folder.list(WRITERS) if name[:6].isdigit()), default=0)
+    return max(_numbers(folder), default=0)
+
+
+def _numbers(folder: Storage) -> list[int]:
+    """All that were taken."""
+    return [int(name[:6]) for name in folder.list(WRITERS) if name[:6].isdigit()]
+
+
+def _successor(folder: Storage, job: str) -> Mapping[str, Any] | None:
+    """The newest claim, where it is another job's and one of this job's is below it."""
+    claims = (_read(folder, number) for number in sorted(_numbers(folder), reverse=True))
+    newest = next(claims, None)
+    if newest is None or newest.get("job") == job:
+        return None
+    return newest if any(claim.get("job") == job for claim in claims) else None
 
 
 def _name(number: int) -> str:

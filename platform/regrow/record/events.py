@@ -187,6 +187,7 @@ class Submitted(Event):
     """A job of this run was started: what, where and by which command."""
 
     run_id: str | None = None  # the run's, random
+    job: str | None = None  # this job's, random: by it a coordinator that is restarted knows its own past
     host: str | None = None  # name of the driver's machine
     pid: int | None = None  # the driver's
     ray: str | None = None  # address of its Ray cluster's head

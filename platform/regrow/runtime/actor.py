@@ -19,7 +19,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
 from regrow.control.drains import Maintenance
 from regrow.control.membership import Member
-from regrow.control.past import Past, group_of
+from regrow.control.past import Past, group_of, is_submitted
 from regrow.control.states import GivenUp, RowAnswer, Settling
 from regrow.control.values import Peer, SnapshotAck
 from regrow.control.verification import Outcome
@@ -123,14 +123,15 @@ class Coordinator(Seats, Drained, Verified):
     ) -> None:
         """`checkpoints` is a folder in `folder`; `submitted` is what the log is to say of this submission.
 
-        `job`: the driver's; an actor that is started again writes on only if no other job has begun to.
+        `job`: the driver's; an actor that is started again goes on with what the log has of this job, and writes on
+        only if no other job has begun to after it.
         """
         allow_descriptors()
         storage, restarted = Storage.at(folder), is_restarted()
         notes: list[str] = []
         self.lock = _once_there(lambda: lock_run(storage, notes.append), storage, patient=restarted)
         claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
-        events, past = _read(storage, checkpoints, restarted=restarted)
+        events, past = _read(storage, checkpoints, restarted=restarted, job=job)
         self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)
         self.copies, self.settings = config.snapshot.copies, KeeperSettings.of(config.snapshot)
         self._deadlines, self._nodes_at = Deadlines(), 0.0  # when `neighbours` looks for nodes again, monotonic clock
@@ -146,10 +147,10 @@ class Coordinator(Seats, Drained, Verified):
             events=events,
             instruments=instruments,
         )
+        if not (restarted and is_submitted(events, job)):
+            self.shell.record("submitted", {"run_id": run_id, "job": job, **submitted})
         if restarted:
-            self._take_up_again(events)
-        else:
-            self.shell.record("submitted", {"run_id": run_id, **submitted})
+            self._take_up_again(events, job)
         for text in notes:
             self.shell.record("note", {"text": text})
         self.shell.start()
@@ -347,10 +348,10 @@ class Coordinator(Seats, Drained, Verified):
         with self.shell.lock:
             return self.shell.control.excluded_nodes(self.shell.now)
 
-    def _take_up_again(self, events: Sequence[Mapping[str, Any]]) -> None:
+    def _take_up_again(self, events: Sequence[Mapping[str, Any]], job: str) -> None:
         """This actor was restarted: go on with the group that trains, which may not even have noticed."""
         self.adopt_keepers()
-        group = group_of(events, self.shell.control.generation)
+        group = group_of(events, self.shell.control.generation, job)
         if group.members:
             _look_for_nodes(self.shell)
         self.shell.tell(group)
@@ -449,7 +450,7 @@ def _newest_committed(shell: Shell) -> Holders | None:
     return shell.fleet.holders(newest, shell.control.can_ask).get(newest) or Holders(newest)
 
 
-def _read(folder: Storage, checkpoints: str, *, restarted: bool) -> tuple[list[dict[str, Any]], Past]:
+def _read(folder: Storage, checkpoints: str, *, restarted: bool, job: str) -> tuple[list[dict[str, Any]], Past]:
     """The run's events, and what is known of it."""
 
     def patiently(work: Callable[[], Found]) -> Found:
@@ -465,6 +466,7 @@ def _read(folder: Storage, checkpoints: str, *, restarted: bool) -> tuple[list[d
         logged=int(row["step"]),
         stored=stored,
         restarted=restarted,
+        job=job,
         logged_at=positive(row.get("time")),
     )
 
