@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from regrow.config.check import check
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig, SnapshotConfig
@@ -36,7 +36,7 @@ from regrow.control.slow import Spent
 from regrow.control.states import Answer, RowAnswer, Settling
 from regrow.control.values import NEVER, Digest, SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
-from regrow.errors import ClusterError, RegrowError, ResumeError
+from regrow.errors import ClusterError, NotWrittenError, RegrowError, ResumeError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.claim import Superseded
 from regrow.record.events import Forming
@@ -52,6 +52,7 @@ from regrow.runtime.keeper import KeeperInfo, KeeperSettings
 from regrow.runtime.log_writer import LogWriter
 from regrow.runtime.reporter import Reporter
 from regrow.runtime.run_folder import Run
+from regrow.state.disk import store
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
@@ -743,6 +744,31 @@ def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_the_next_one_is
         time.sleep(0.2)
         made.snapshots_sealed([SnapshotAck("node", Version(generation, 8), ())])
         until(lambda: [found["step"] for found in events_of(made, "checkpoint")] == [8])
+
+
+@pytest.mark.parametrize(
+    ("met", "said"),
+    [
+        (
+            RayTaskError("Coordinator.commit", "ray::commit()\n  File actor.py\nOSError: full", OSError("full")),
+            "OSError: full",
+        ),
+        (GetTimeoutError("Get timed out"), "TimeoutError: the run's coordinator has not answered for 360 s"),
+    ],
+)
+def test_a_commit_that_fails_in_the_coordinator_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: Exception, said: str
+) -> None:
+    """It was the remote traceback, of fifteen lines; and no answer was storage that does not take it."""
+
+    def get(*_: Any, **__: Any) -> None:
+        raise met.as_instanceof_cause() if isinstance(met, RayTaskError) else met
+
+    monkeypatch.setattr(ray, "get", get)
+    client, place = calls.CoordinatorClient(Handle(SimpleNamespace(commit=lambda *_: None)), 1), Storage.at(tmp_path)
+    with pytest.raises(NotWrittenError) as raised:
+        store.save(place, (), scalars={"step": 7}, run_id="run", generation=1, commit=client.commit)
+    assert str(raised.value) == f"checkpoint of step 7 at {place}/step-00000007 was not committed: {said}"
 
 
 def test_a_notice_is_heeded_though_the_hosts_clock_was_set_forward_since_the_start(

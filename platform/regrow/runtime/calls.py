@@ -242,7 +242,13 @@ class CoordinatorClient:
         return float(_wait(self.handle.now.remote()))
 
     def commit(self, step_folder: str, pointer: bytes) -> None:
-        _wait(self.handle.commit.remote(self.generation, step_folder, pointer), timeout_s=COMMIT_TIMEOUT_S)
+        """Raises what it raised itself, OSError among that, and TimeoutError where it does not answer."""
+        try:
+            _wait(self.handle.commit.remote(self.generation, step_folder, pointer), timeout_s=COMMIT_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(f"the run's coordinator has not answered for {COMMIT_TIMEOUT_S:.0f} s") from error
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause or error) from None
 
     def row(self, row: Mapping[str, Any]) -> Any:
         """A reference to a `RowAnswer`."""
