@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Cluster:
         monkeypatch.setattr(kuberay, "REASONS_S", 0.0)
         monkeypatch.setattr("regrow.submit.submit.git_sha", lambda: CODE.git_sha)
         monkeypatch.setattr("regrow.submit.submit.untracked", lambda *_: [])
+        found.answers_at_once(monkeypatch)
         return found
 
     def __init__(self, folder: Path) -> None:
@@ -63,9 +65,23 @@ class Cluster:
         program = programs / "kubectl"
         tests = Path(stand_in_kubectl.__file__).parents[1]
         run = f'PYTHONPATH="{tests}" exec "{sys.executable}" -m support.stand_in_kubectl "$@"'
-        program.write_text(f"#!/bin/sh\n{run}\n")
+        self._program = f"#!/bin/sh\n{run}\n"
+        program.write_text(self._program)
         program.chmod(0o755)
         self.environment = {"PATH": f"{programs}:{os.environ['PATH']}", STATE: str(self.folder)}
+
+    def answers_at_once(self, monkeypatch: Any) -> None:
+        """What this process asks is answered in it, which takes a thousandth of the time of a program. Logs
+        come from the program all the same."""
+        start, program, text = subprocess.run, self.folder.parent / "bin/kubectl", self._program
+
+        def run(command: Any, **options: Any) -> Any:
+            if command[0] != str(program) or program.read_text() != text:
+                return start(command, **options)
+            status, out, err = stand_in_kubectl.answered(self.folder, list(command[1:]), options["input"])
+            return subprocess.CompletedProcess(command, status, out, err)
+
+        monkeypatch.setattr(subprocess, "run", run)
 
     def will_be(self, *steps: Object) -> None:
         """What the RayJob goes through, a step a look."""

@@ -15,13 +15,15 @@ What it does was compared with a real API server (docs/decisions/0021-a-real-api
 """
 
 import difflib
+import io
 import json
 import os
 import sys
 import time
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 Object = dict[str, Any]
 
@@ -33,11 +35,28 @@ TEXT_MAPS = ("labels", "annotations", "nodeSelector", "rayStartParams")
 TEXTS = ("value", "entrypoint", "image", "name", "serviceAccountName", "priorityClassName", "rayVersion")
 
 
+_streams: ContextVar[tuple[TextIO, TextIO] | None] = ContextVar("streams", default=None)  # else the process's own
+
+
 def main() -> int:
-    folder = Path(os.environ[STATE])
     arguments = sys.argv[1:]
     reads = any(each == "--filename=-" for each in arguments)
-    text = sys.stdin.read() if reads else ""
+    return answer(Path(os.environ[STATE]), arguments, sys.stdin.read() if reads else "")
+
+
+def answered(folder: Path, arguments: list[str], text: str) -> tuple[int, str, str]:
+    """The same without a process: its exit status, and what it prints."""
+    streams = io.StringIO(), io.StringIO()
+    token = _streams.set(streams)
+    try:
+        status = answer(folder, arguments, text)
+    finally:
+        _streams.reset(token)
+    out, err = (each.getvalue() for each in streams)
+    return status, out, err
+
+
+def answer(folder: Path, arguments: list[str], text: str) -> int:
     with open(folder / "calls.jsonl", "a") as calls:
         calls.write(json.dumps({"arguments": arguments, "input": text}) + "\n")
     away: list[Any] = _read(folder / "away.json", ["", 0])
@@ -51,8 +70,12 @@ def main() -> int:
 
 
 def refuse(text: str) -> int:
-    print(text, file=sys.stderr)
+    (_streams.get() or (sys.stdout, sys.stderr))[1].write(text + "\n")
     return 1
+
+
+def say(text: str) -> None:
+    (_streams.get() or (sys.stdout, sys.stderr))[0].write(text)
 
 
 def apply(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
@@ -76,7 +99,7 @@ def create(folder: Path, words: list[str], arguments: list[str], text: str) -> i
         if load(folder, kind, name) is not None:
             where = f'error when creating "STDIN": {kind} "{name}" already exists'
             return refuse(f"Error from server (AlreadyExists): {where}")
-        print(f"{_singular(given)}/{name} created (server dry run)")
+        say(f"{_singular(given)}/{name} created (server dry run)\n")
     return 0
 
 
@@ -113,13 +136,13 @@ def _apply(folder: Path, arguments: list[str], text: str, *, dry: bool) -> int:
         if dry:
             before, after = (yaml.safe_dump(each).splitlines(True) if each else [] for each in (clean, merged))
             change = list(difflib.unified_diff(before, after, "LIVE", "MERGED"))
-            sys.stdout.writelines(change)
+            say("".join(change))
             differs = differs or bool(change)
         else:
             if live is None:
                 merged["metadata"] |= {"uid": f"uid-{time.time_ns()}", "creationTimestamp": _now()}
             store(folder, kind, name, merged | {"managedFields": _listed(owners)})
-            print(f"{_singular(given)}/{name} serverside-applied")
+            say(f"{_singular(given)}/{name} serverside-applied\n")
     if not dry:
         collect(folder)
     return 1 if differs else 0
@@ -175,23 +198,23 @@ def get(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
         return refuse(f'error: the server doesn\'t have a resource type "{kind.partition(".")[0]}"')
     if kind == "namespaces":
         if not (folder / "no_namespace").exists():
-            print(json.dumps({"metadata": {"name": words[1]}}))
+            say(json.dumps({"metadata": {"name": words[1]}}))
         return 0
     if len(words) == 1:
         wanted = next((each.partition("=")[2] for each in arguments if each.startswith("--selector=")), "")
         found = [json.loads(path.read_text()) for path in sorted((folder / "objects").glob(f"{kind}.*.json"))]
         items = [each for each in found if _has(each["metadata"].get("labels") or {}, wanted)]
-        print(json.dumps({"items": items}))
+        say(json.dumps({"items": items}))
         return 0
     name = words[1]
     if "--output=jsonpath={.metadata.uid}" in arguments:
-        print((load(folder, kind, name) or {"metadata": {"uid": ""}})["metadata"]["uid"], end="")
+        say((load(folder, kind, name) or {"metadata": {"uid": ""}})["metadata"]["uid"])
         return 0
     if kind == "rayjobs.ray.io":
         _act(folder, name)
     found_one = load(folder, kind, name)
     if found_one is not None:
-        print(json.dumps(found_one))
+        say(json.dumps(found_one))
     return 0
 
 
@@ -293,7 +316,7 @@ def logs(folder: Path, words: list[str], arguments: list[str], text: str) -> int
     lines, error = calls[0]
     (folder / "logs.json").write_text(json.dumps(calls[1:] or [[[], ""]]))
     for line in lines:
-        sys.stdout.write(line if line.endswith("\r") else line + "\n")
+        say(line if line.endswith("\r") else line + "\n")
     return refuse(error) if error else 0
 
 

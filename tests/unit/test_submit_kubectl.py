@@ -21,6 +21,7 @@ from regrow.submit.check import check_may_apply, check_submit
 from regrow.submit.kubectl import Kubectl, Unreachable, _error
 from regrow.submit.render import Code
 from regrow.submit.submit import check_in_git
+from support import commands
 from support.kubernetes import FAILED, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.kubernetes import REFUSED as REFUSED_CONNECTION
 from support.submission import CODE, compose, rendered
@@ -491,19 +492,9 @@ def test_apply_refuses_a_placeholder_before_kubectl_is_asked(cluster: Cluster) -
     assert cluster.calls == []
 
 
-def submit_command(*arguments: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jobs.submit", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PATH": path},
-    )
-
-
 def test_the_command_prints_manifests_and_nothing_else_with_defaults() -> None:
-    done = submit_command()
+    command = [sys.executable, "-m", "jobs.submit"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     assert done.stderr == ""
     *_, manifest = yaml.safe_load_all(done.stdout)
@@ -545,7 +536,7 @@ def test_the_command_prints_manifests_without_kubectl_torch_or_ray() -> None:
     ],
 )
 def test_a_mistake_ends_in_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
-    done = submit_command(*arguments, path=str(tmp_path))
+    done = commands.call("submit", *arguments, env={"PATH": str(tmp_path)})
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith(line), done.stderr
