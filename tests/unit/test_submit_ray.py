@@ -10,6 +10,7 @@ from typing import Any, cast
 from zipfile import ZipFile
 
 import pytest
+import requests
 import yaml
 from ray._private.runtime_env.packaging import create_package
 from ray.job_submission import JobStatus
@@ -181,6 +182,15 @@ def test_a_job_that_the_cluster_refuses_is_one_line(monkeypatch: pytest.MonkeyPa
     ) as caught:
         jobs_of(NotReady(refused("no room")), monkeypatch).apply({"entrypoint": "true"})
     assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_that_goes_away_while_it_is_given_the_job_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback; the checkout takes a while to upload."""
+    broken = requests.exceptions.ConnectionError("Connection aborted.\nBroken pipe")  # an OSError, as Ray hands it on
+    with pytest.raises(ClusterError) as caught:
+        jobs_of(NotReady(broken), monkeypatch).apply({"entrypoint": "true"})
+    said = "the job's submission broke off (Connection aborted.); it may have been taken: submit.action=status"
+    assert str(caught.value) == said
 
 
 class Breaks:

@@ -81,7 +81,7 @@ def _named(config: SubmitJobConfig) -> set[str]:
 
 
 def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
-    """The job's id. Raises ClusterError where the cluster refuses it."""
+    """The job's id. Raises ClusterError where the cluster refuses it, or goes away meanwhile."""
     give_up_at = time.monotonic() + AGENT_S
     while True:
         try:
@@ -90,6 +90,10 @@ def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
             if NO_AGENT not in str(error) or time.monotonic() > give_up_at:
                 taken = "" if NO_AGENT not in str(error) else AGENT_PORT
                 raise ClusterError(f"the cluster did not take the job: {refusal(error)}{taken}") from error
+        except (OSError, ClientError) as error:
+            raise ClusterError(
+                f"the job's submission broke off ({refusal(error)}); it may have been taken: submit.action=status"
+            ) from error
         time.sleep(POLL_S)
 
 
