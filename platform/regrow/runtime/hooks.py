@@ -27,7 +27,7 @@ from regrow.state.entries import Progress, training_entries
 from regrow.storage import Storage
 from regrow.train.callback import Called
 from regrow.train.certificate import BrokenStep
-from regrow.train.profile import ProfileWindow
+from regrow.train.profile import ProfileWindow, profiled_steps
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
 
@@ -223,11 +223,5 @@ class GenerationHooks:
 
 
 def _profile_window(process: Process) -> ProfileWindow | None:
-    """It ends with the run's last step, if that comes first."""
-    observe, train = process.job.config.observe, process.job.config.train
-    if (first := observe.profile_at_step) is None:
-        return None
-    num_steps = min(observe.profile_steps, (train.stop_at_step or train.steps) + 1 - first)
-    if num_steps < 1:
-        return None
-    return ProfileWindow(Storage.at(process.job.folder), process.device, first=first, num_steps=num_steps)
+    steps = profiled_steps(process.job.config)
+    return ProfileWindow(Storage.at(process.job.folder), process.device, steps) if steps else None

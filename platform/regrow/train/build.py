@@ -19,6 +19,7 @@ from regrow.plan.pipeline import Stages
 from regrow.plan.topology import Topology
 from regrow.train.loop import LoopSettings
 from regrow.train.metrics import Meter
+from regrow.train.profile import profiled_steps
 from regrow.train.step import TrainStep, build_loss
 from regrow.train.verify import UnitCheck, VerifiedRows
 
@@ -81,7 +82,7 @@ def verified_rows(config: PretrainConfig, plan: BatchPlan) -> VerifiedRows | Non
 
 def loop_settings(config: PretrainConfig, topology: Topology, last_step: int) -> LoopSettings:
     """The loop's numbers in a group of this topology, until this step."""
-    tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
+    tokens_per_step, profiled = config.optim.global_batch_seqs * config.data.seq_len, profiled_steps(config)
     return LoopSettings(
         last_step=last_step,
         total_tokens=config.train.steps * tokens_per_step,
@@ -95,6 +96,7 @@ def loop_settings(config: PretrainConfig, topology: Topology, last_step: int) ->
         num_units=topology.mesh.num_units,
         pp=topology.mesh.pp,
         num_stages=topology.mesh.num_stages,
+        read_at_once=frozenset({profiled.start - 1, profiled[-1]} if profiled else ()),
     )
 
 

@@ -37,6 +37,7 @@ class LoopSettings:
     num_units: int = 1
     pp: int = 1
     num_stages: int = 1  # of a unit
+    read_at_once: frozenset[int] = frozenset()  # steps that are read before another one is launched, on all ranks
 
 
 def train(
@@ -70,7 +71,7 @@ def train(
     )
     in_flight = InFlight(saver, hooks, meter, checks, nonfinite_skips=settings.nonfinite_skips)
     while progress.step < settings.last_step and not in_flight.leaving:
-        batch = meter.next(batches)
+        batch = meter.next(batches, stream)
         assert batch.step == progress.step, f"the stream gave step {batch.step}, training is at {progress.step}"
         number, tokens_seen = progress.step + 1, progress.tokens_seen + settings.tokens_per_step
         lr = lr_at(tokens_seen, total_tokens=settings.total_tokens, config=optim)
@@ -94,7 +95,8 @@ def train(
 
         if settings.validate_every_steps and _is_due(number, settings):
             in_flight.validate(number)
-        is_read = number == settings.last_step or saver.is_checkpoint_due(number) or not stream.num_ahead
+        is_read = number == settings.last_step or number in settings.read_at_once or not stream.num_ahead
+        is_read = is_read or saver.is_checkpoint_due(number)
         in_flight.settle(0 if is_read else stream.num_ahead)
         in_flight.waited(saver.after_step(progress, blocked=in_flight.blocked, read=is_read))
 

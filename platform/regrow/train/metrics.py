@@ -3,16 +3,18 @@
 On a device the host is a step ahead, and never waits for it.
 """
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from regrow.control.verification import Checks
+from regrow.parallel.stream import Stream
 from regrow.train.hooks import Hooks, Saver
 from regrow.train.step import StepResult, StepStats
 
@@ -30,17 +32,35 @@ class Meter:
     world_size: int
     generation: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    data_wait_s: float = 0.0  # since the last finished step
     snapshot_s: float = 0.0  # since the last finished step
     clock: Callable[[], float] = time.time  # unix time, of rows
     _last: float = field(default_factory=time.perf_counter)
+    _data_waits: list[tuple["Future[Any]", "Future[Any]"]] = field(default_factory=list)  # since the last finished step
 
-    def next(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch, and how long it took to come."""
-        begun = time.perf_counter()
+    def next(self, batches: Iterator[Batch], stream: Stream) -> Batch:
+        """The next batch. As long as the stream has a step to do meanwhile, nothing waits for it."""
+        asked = stream.submit(self._now)
         batch = next(batches)
-        self.data_wait_s += time.perf_counter() - begun
+        self._data_waits.append((asked, stream.submit(self._now)))
         return batch
+
+    def _now(self) -> Any:
+        """On the stream: a time of the host, or an event of the device."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _data_wait_s(self) -> float:
+        """Of the batches that came since the last finished step. The stream has come to the last one of them."""
+        waits = [(asked.result(), came.result()) for asked, came in self._data_waits]
+        self._data_waits.clear()
+        if self.device.type != "cuda":
+            return math.fsum(came - asked for asked, came in waits)
+        for _, came in waits:
+            came.synchronize()  # it is right behind the step that has been read
+        return math.fsum(asked.elapsed_time(came) for asked, came in waits) / 1e3
 
     def snapshot_wait(self, wait: Callable[[], float]) -> None:
         """Have the step wait for a snapshot."""
@@ -62,7 +82,7 @@ class Meter:
         waited in collectives, seconds by group.
         """
         now = time.perf_counter()
-        step_s = now - self._last
+        step_s, data_wait_s = now - self._last, self._data_wait_s()
         tokens_per_s = self.tokens_per_step / max(step_s - self.snapshot_s, 1e-9)
         done = {
             **row,
@@ -71,7 +91,7 @@ class Meter:
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * self.flops_per_token / self.peak_flops,
             "step_s": step_s,
-            "data_wait_s": self.data_wait_s,
+            "data_wait_s": data_wait_s,
             "snapshot_s": self.snapshot_s,
             "world_size": self.world_size,
             "generation": self.generation,
@@ -80,10 +100,10 @@ class Meter:
         }
         if waits:
             done |= {f"wait_{group}_s": seconds for group, seconds in waits.items()}
-            waited_s = self.data_wait_s + self.snapshot_s + sum(waits.values())
+            waited_s = data_wait_s + self.snapshot_s + sum(waits.values())
             done["compute_s"] = max(0.0, step_s - waited_s)
         done["memory_bytes"] = _memory_bytes(self.device)
-        self._last, self.data_wait_s, self.snapshot_s = now, 0.0, 0.0
+        self._last, self.snapshot_s = now, 0.0
         return done
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from regrow.config.schema import PretrainConfig
 from regrow.storage import Storage
 
 FOLDER = "profiles"
@@ -44,20 +45,29 @@ class Spent:
     calls: int
 
 
-class ProfileWindow:
-    """Profiles the steps `first` to `first + num_steps - 1` of this process, if it trains through all of them."""
+def profiled_steps(config: PretrainConfig) -> range:
+    """Those that are asked for, up to the run's last one; none where no profile is."""
+    observe, train = config.observe, config.train
+    if (first := observe.profile_at_step) is None:
+        return range(0)
+    return range(first, min(first + observe.profile_steps, (train.stop_at_step or train.steps) + 1))
 
-    def __init__(self, folder: Storage, device: torch.device, *, first: int, num_steps: int) -> None:
-        """`folder` is the run's."""
-        self.first, self.num_steps, self.device = first, num_steps, device
-        self.folder = folder.join(FOLDER, f"step-{first:08d}")
+
+class ProfileWindow:
+    """Profiles steps of this process, if it trains through all of them."""
+
+    def __init__(self, folder: Storage, device: torch.device, steps: range) -> None:
+        """`folder` is the run's; there is at least one step."""
+        self.steps, self.device = steps, device
+        self.folder = folder.join(FOLDER, f"step-{steps.start:08d}")
         self._profile: profile | None = None
 
     def after(self, step: int) -> str | None:
-        """A step has ended, or training begins after it; where the profile is, once it is there."""
-        if step == self.first - 1:
+        """A step has ended, or training begins after it; where the profile is, once it is there. The window's edges are
+        steps behind which none is in flight (`LoopSettings.read_at_once`)."""
+        if step == self.steps.start - 1:
             self._begin()
-        if step == self.first + self.num_steps - 1 and self._profile is not None:
+        if step == self.steps[-1] and self._profile is not None:
             return self._end(self._profile)
         return None
 
@@ -92,8 +102,8 @@ class ProfileWindow:
                 torch.cuda.memory._dump_snapshot(str(memory))
                 torch.cuda.memory._record_memory_history(enabled=None)
                 self.folder.write_bytes(memory.name, memory.read_bytes())
-        steps = f"steps {self.first} to {self.first + self.num_steps - 1}, one rank on {self.device.type}"
-        page = summary(spent(running.key_averages(), self.device.type), title=steps, num_steps=self.num_steps)
+        title = f"steps {self.steps.start} to {self.steps[-1]}, one rank on {self.device.type}"
+        page = summary(spent(running.key_averages(), self.device.type), title=title, num_steps=len(self.steps))
         self.folder.write_bytes("summary.md", page.encode())
         return str(self.folder)
 
