@@ -24,10 +24,10 @@ from regrow.control.membership import Formation, Member
 from regrow.control.past import Past, formed, group_of
 from regrow.control.peers import FAN_OUT
 from regrow.control.states import Answer, Forming, RowAnswer, Training
-from regrow.control.values import NEVER, SnapshotAck, Version
+from regrow.control.values import NEVER, NOTHING, SnapshotAck, Version
 from regrow.control.verification import Checks
 from regrow.record.events import Cause
-from regrow.record.log import METRIC_KEYS
+from regrow.record.log import METRIC_KEYS, next_generation
 from regrow.runtime.kept_rows import KeptRows
 
 STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
@@ -91,6 +91,7 @@ class Worker:
     alive: bool = True
     stopped: bool = False
     rows: KeptRows = field(default_factory=KeptRows)
+    could_have: list[int] = field(default_factory=list)  # steps whose rows it could send again as rank 0
 
 
 def state_of(worker: Worker) -> str:
@@ -108,6 +109,7 @@ class Node:
     copies: dict[tuple[str, int], Shard] = field(default_factory=dict)  # by origin and slot
     heard: tuple[int, Version, Version] = (-1, NEVER, NEVER)  # number of the message, what is committed, what is pinned
     kept: tuple[Version, ...] = ()
+    remembered: int = 0  # the newest generation of which its keeper has heard
     peers: tuple[str, ...] = ()
     place: int = -1  # number of the message
 
@@ -192,6 +194,7 @@ class World:
         self.runs: dict[int, Run] = {}
         self.rows: list[dict[str, Any]] = []
         self.durable_rows = 0  # that no death of the coordinator takes away
+        self.logged: tuple[int, list[dict[str, Any]]] | None = None  # events and rows, while the log cannot be written
         self.events: list[tuple[float, str, dict[str, Any]]] = []
         self.storage: dict[int, tuple[Version, int]] = {}  # step -> what is committed there, and its state
         self.parts: dict[tuple[int, str], int] = {}  # of an upload, by origin
@@ -307,6 +310,7 @@ class World:
             if worker.generation:
                 self.runs[worker.generation].over = True
         del self.rows[self.durable_rows :]
+        self._storage_is_back()
         self.after(5.0 + 20.0 * self.rng.random(), self._start_again)
 
     def _start_again(self) -> None:
@@ -396,7 +400,19 @@ class World:
         del self.events[len(self.events) - lost_events :]
         lost = min(self.rng.choice((0, 0, 1, 2, 6)), len(self.rows) - self.durable_rows)
         del self.rows[len(self.rows) - lost :]
+        self._storage_is_back()
         self.after(0.2 + self.rng.random(), self._come_back)
+
+    def take_storage_away(self) -> None:
+        """With the log, until a coordinator is started anew: one that is waits for it."""
+        if self.up and not self.over and self.logged is None:
+            self.logged, self.away_until = (len(self.events), list(self.rows)), float("inf")
+
+    def _storage_is_back(self) -> None:
+        if self.logged is not None:
+            num_events, self.rows = self.logged
+            del self.events[num_events:]
+            self.durable_rows, self.logged, self.away_until = len(self.rows), None, NO_TIME
 
     def _unwritten(self) -> int:
         """How many of the log's last events may not be written yet: none that was waited for, nor any before that.
@@ -418,7 +434,7 @@ class World:
         log = [{"time": at, "event": name, **fields} for at, name, fields in self.events]
         past = Past.of(
             log,
-            generation=self.newest_generation,
+            generation=next_generation(log) - 1,
             logged=self.rows[-1]["step"] if self.rows else 0,
             stored=self.storage,
             restarted=restarted,
@@ -430,9 +446,10 @@ class World:
             self.newest_committed = NEVER  # a keeper and the coordinator died at once: nothing is promised
         for node in alive:
             self.tell(self._keeper_up(node))
-        self.tell(e.KeepersFound(tuple((node.name, node.heard[1], node.held) for node in alive)))
+        remembered = max((node.remembered for node in alive), default=NOTHING)
+        self.tell(e.KeepersFound(tuple((node.name, node.heard[1], node.held) for node in alive), remembered))
         if restarted:
-            self.tell(group_of(log, self.newest_generation))
+            self.tell(group_of(log, self.control.generation))
 
     # what control wants done
 
@@ -447,6 +464,8 @@ class World:
         if len(set(ids)) != len(ids) or len(ids) not in self.sizes:
             raise Broken(f"a group of {ids}")
         self.newest_generation = command.generation
+        for member in command.members:
+            self.nodes[member.node].remembered = command.generation
         self.runs[command.generation] = Run(Formation(command.generation, command.members))
         self.events.append((self.now, "forming", formed(command.generation, command.members)))
 
@@ -772,8 +791,11 @@ class World:
             return
         answer: Answer = self.tell(e.Asked(worker.id, worker.after))
         if answer.formation is not None:
-            generation = answer.formation.generation
+            generation, before = answer.formation.generation, worker.after
             worker.after = worker.generation = generation
+            worker.rows.was_in(generation)
+            if any(self.runs[each].ready for each in range(before + 1, generation) if each in self.runs):
+                worker.could_have.clear()  # of steps that were trained again without it, it may be
             self._enter(worker, self.runs[generation])
         elif answer.join_again:
             self.after(self.soon(), lambda: self._join(worker))
@@ -857,7 +879,9 @@ class World:
             return
         run.began = True
         for member in run.formation.members:
-            self.workers[member.id].rows.begin(generation, step)
+            worker = self.workers[member.id]
+            worker.rows.begin(generation, step)
+            worker.could_have = [each for each in worker.could_have if each <= step]
         every, num_units = self.config.cluster.verify_every_steps, len(run.formation.members) // self.config.parallel.cp
         run.checks = Checks(every, num_units, step + 1, self.last_step) if every else None
         if self.newest_committed.step > step:
@@ -875,7 +899,10 @@ class World:
         """As rank 0 does, which sends again what is wanted; why the group should leave."""
         answer: RowAnswer = self.tell(e.Row(row["generation"], row))
         if answer.wanted is not None:
-            answer = self.tell(e.RowsAgain(row["generation"], first.rows.since(answer.wanted)))
+            again, since = first.rows.since(answer.wanted), answer.wanted
+            if steps := [each for each in first.could_have if since <= each < again[0]["step"]]:
+                raise Broken(f"rows of steps {steps} are left out, and rank 0 could have them")
+            answer = self.tell(e.RowsAgain(row["generation"], again))
             if answer.wanted is not None:
                 raise Broken(f"rows from {answer.wanted} on are wanted after all were sent")
         if isinstance(self.control.state, Forming):
@@ -908,8 +935,10 @@ class World:
                 if run.generation_is_over(self.control):
                     self._leave_all(run)
                     return
-            for member in run.formation.members:
-                self.workers[member.id].rows.add(row)
+            for worker in (self.workers[member.id] for member in members):
+                worker.rows.add(row)
+                follows = worker.could_have[-1:] in ([], [run.step - 1])
+                worker.could_have = [*(worker.could_have if follows else ()), run.step]
             reason = self._send(row, self.workers[run.formation.members[0].id])
             is_begun = self._snapshot(run)
             if run.step >= self.last_step:
@@ -1191,6 +1220,30 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
     world.check_log()
     if not world.done and not world.given_up:
         raise Broken("the run ended, and did not say why")
+    return world
+
+
+def play_without_storage(seed: int) -> World:
+    """A run whose storage, and log, is away while groups break, one of them as it forms; then the coordinator is
+    started anew. Raises Broken."""
+    rng = random.Random(seed)
+    world = World(seed, num_nodes=rng.choice((2, 3, 4)), last_step=14)
+    while not world.rows:
+        world.run_for(0.5)
+    world.take_storage_away()
+    generation = world.newest_generation
+    for _ in range(rng.choice((0, 1, 2))):
+        world.run_for(3.0 * rng.random())
+        living = [worker for worker in world.workers.values() if worker.alive and worker.generation]
+        if len(living) > 1:
+            world.kill_worker(rng.choice(living))
+        while not world.done and world.newest_generation == generation:
+            world.run_for(0.05)
+        generation = world.newest_generation
+    world.run_for(3.0 * rng.random())
+    world.restart_coordinator()
+    world.run(2000.0)
+    world.check_log()
     return world
 
 

@@ -1366,6 +1366,33 @@ def test_what_is_in_memory_of_a_state_that_went_wrong_counts_for_no_coordinator_
     assert again.control.newest_snapshot == Version(2, 11)
 
 
+def test_a_group_of_which_the_log_does_not_know_is_over_and_its_ranks_have_the_rows_of_it() -> None:
+    """Storage went away before it was formed: the next one's number was two above, and ranks took that for a group
+    without them."""
+    told = training("ab")
+    for step in (1, 2, 3):
+        told.row(step)
+    again = Told(Past.of(log_of(told), generation=1, logged=3, stored=[], restarted=True))
+    for node in "ab":
+        again(e.KeeperUp(node, node, (node, 1)))
+    held = Version(2, 9)
+    found = e.KeepersFound(tuple((node, held, [Shard(held, node, 2, 9)]) for node in "ab"), 2)
+    again(found)
+    again(group_of(log_of(told), again.control.generation))
+    assert again.of(c.TellOver) == [c.TellOver(2, ("a", "b"))]
+    for event in (e.Row(2, again.metrics(10)), e.Leaving(2, 10, ""), e.CheckpointWanted(2, 10)):
+        with pytest.raises(Fenced, match="generation 2 is over; none is current"):
+            again(event)
+    again.seal(Version(2, 10), {"a": "b", "b": "a"})
+    assert again.control.newest_snapshot == held
+    assert again.form(one(0, "a"), one(1, "b")).generation == 3
+    again.begin("ab", step=9)
+    assert again(e.Row(3, again.metrics(10))).wanted == 4
+    again(e.RowsAgain(3, [again.metrics(step, generation=2 if step < 10 else 3) for step in range(4, 11)]))
+    assert [command.row["step"] for command in again.of(c.LogRow)] == list(range(4, 11))
+    assert again.records("note") == []
+
+
 def test_a_group_whose_beginning_is_not_in_the_log_is_gone_on_with_by_its_first_row() -> None:
     """The coordinator died after it had answered, and before that was written: nothing was committed ever after."""
     told = training("ab")

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from regrow.control import checkpoints, commits, core, past, takeover
 from regrow.control.commands import BeginRows, Command, Outbox
+from regrow.control.events import KeepersFound
 from regrow.control.values import NOTHING
-from support.control_world import World, play
+from regrow.runtime.kept_rows import KeptRows
+from support.control_world import Broken, World, play, play_without_storage
 
 NUM_SCHEDULES = 10_000
 
@@ -234,6 +236,48 @@ def is_broken(seed: int) -> bool:
     except AssertionError:
         return True
     return False
+
+
+def test_rows_of_an_outage_are_in_the_log_where_the_first_rank_had_a_seat_in_all_groups_since() -> None:
+    """Ranks threw them away, though never out of a group, and a note said that they had gone with their processes."""
+    for seed in range(200):
+        assert play_without_storage(seed).done
+
+
+def ranks_of_a_group_that_broke_as_it_formed_forget_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    was_in, begin = KeptRows.was_in, KeptRows.begin
+
+    def late(self: KeptRows, generation: int, start_step: int) -> None:
+        was_in(self, generation)
+        begin(self, generation, start_step)
+
+    monkeypatch.setattr(KeptRows, "was_in", lambda self, generation: None)
+    monkeypatch.setattr(KeptRows, "begin", late)
+
+
+def a_number_that_no_group_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a coordinator that finds a group in keepers of which the log does not know."""
+    keepers_found = takeover.Takeover.keepers_found
+
+    def skipping(self: Any, event: KeepersFound, now: float) -> None:
+        before = self._group.generation
+        keepers_found(self, event, now)
+        self._group.membership.generation += self._group.generation > before
+
+    monkeypatch.setattr(takeover.Takeover, "keepers_found", skipping)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [ranks_of_a_group_that_broke_as_it_formed_forget_their_rows, a_number_that_no_group_has_is_left_out],
+    ids=lambda mistake: mistake.__name__,
+)
+def test_rows_that_are_thrown_away_are_found(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    with pytest.raises(Broken, match="are left out, and rank 0 could have them"):
+        all(play_without_storage(seed).done for seed in range(200))
 
 
 def test_what_control_does_wrong_without_a_mistake_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from regrow.control.states import RowAnswer
 from regrow.runtime import hooks as hooks_module
-from regrow.runtime import kept_rows
+from regrow.runtime import kept_rows, worker
 from regrow.runtime.abort import Breaker
 from regrow.runtime.hooks import GenerationHooks
 from regrow.runtime.kept_rows import KeptRows
@@ -65,6 +65,39 @@ def test_rows_of_a_process_that_is_gone_are_in_its_nodes_memory(died: KeptRows, 
     late.keep_in(tmp_path)
     late.begin(7, 5)  # others were in one between
     assert late.since(1) == []
+
+
+def test_rows_outlive_a_generation_that_broke_before_it_trained() -> None:
+    """Before, a rank of it threw away what a coordinator that was started anew had not in its log."""
+    kept = KeptRows()
+    kept.begin(1, 0)
+    add(kept, 1, *range(1, 8))
+    kept.was_in(2)
+    kept.begin(3, 7)
+    assert steps(kept.since(1)) == [(1, step) for step in range(1, 8)]
+
+
+def test_a_process_notes_its_seat_before_it_waits_for_the_others_of_its_group(breaker: Breaker) -> None:
+    kept, waits = KeptRows(), list[int]()
+    kept.begin(1, 0)
+    add(kept, 1, 1, 2)
+    memory = SimpleNamespace(waiting=lambda generation, breaker: waits.append(generation))
+    for generation, each in enumerate((memory, None), start=2):
+        worker._has_seat(cast(Any, SimpleNamespace(rows=kept, memory=each)), generation, breaker)
+    kept.begin(4, 2)
+    assert (waits, len(kept.since(1))) == ([2], 2)
+
+
+@pytest.mark.parametrize(("seat", "is_kept"), [(5, True), (6, False)])
+def test_rows_that_a_process_finds_once_it_has_a_seat_outlive_that_generation_too(
+    died: KeptRows, tmp_path: Path, seat: int, is_kept: bool
+) -> None:
+    kept = KeptRows()
+    kept.was_in(seat)
+    kept.keep_in(tmp_path)
+    kept.was_in(seat + 1)
+    kept.begin(seat + 2, 5)
+    assert bool(kept.since(1)) == is_kept
 
 
 def test_a_row_that_was_cut_short_and_what_is_old_count_for_nothing(died: KeptRows, tmp_path: Path) -> None:

@@ -182,8 +182,9 @@ class Control:
 
     def fence(self, generation: int) -> None:
         """Raises Fenced unless this generation is the current one."""
-        if generation != self.generation:
-            raise Fenced(f"generation {generation} is over; {self.generation} is current")
+        if not self.group.is_current(generation):
+            current = self.generation if generation != self.generation else "none"
+            raise Fenced(f"generation {generation} is over; {current} is current")
 
     def newest_of(self, whole: Iterable[Version]) -> Version:
         """What a group that forms should begin from, of what keepers hold whole; see `CommitTracker.newest_of`."""
@@ -239,7 +240,8 @@ class Control:
 
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
-        self.corruptions.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+        is_current = self.group.is_current
+        self.corruptions.sealed([ack for ack in event.acks if is_current(ack.version.generation)], now)
         self._spacing.committed(self.newest_snapshot, now)
 
     def _complained(self, event: e.Complaint, now: float) -> None:

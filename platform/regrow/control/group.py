@@ -46,6 +46,11 @@ class Group(Losses):
         """Whether the run ends, and no group is on that could end by itself."""
         return self.ending is not None and not isinstance(self.state, Forming | Training)
 
+    def is_current(self, generation: int) -> bool:
+        """Whether this is the newest group, and one that this coordinator knows: of another one's, which formed it
+        while storage was away, nothing is taken."""
+        return self.formation is not None and generation == self.generation == self.formation.generation
+
     @property
     def stop_reason(self) -> str:
         return self.ending.reason if self.ending is not None else ""

@@ -29,7 +29,7 @@ class Takeover:
             text = f"step {newest.step} of generation {newest.generation}, which nodes have in memory, does not count: "
             self._out.record("note", text=f"{text}generation {successor.generation} went on from step {successor.step}")
         if event.newest_generation > self._group.generation:
-            self._group.membership.generation = event.newest_generation + int(self._past.restarted)
+            self._group.membership.generation = event.newest_generation
             self._out.append(TellOver(event.newest_generation, tuple(node for node, *_ in event.known)))
 
     def restarted(self, event: Restarted, now: float) -> None:

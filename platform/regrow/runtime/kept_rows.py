@@ -42,19 +42,25 @@ class KeptRows:
         left = {path: rows for path in gone if (rows := _read(path))}
         newest = max(left, key=lambda path: (left[path][-1]["generation"], len(left[path])), default=None)
         if newest is not None and not self._rows:
+            seat, self._generation = self._generation, left[newest][-1]["generation"]
             self._rows.extend(left[newest])
-            self._generation = left[newest][-1]["generation"]
+            self.was_in(max(seat, self._generation))
         for path in gone:  # another one that is new here may look, too
             if path != newest:
                 path.unlink(missing_ok=True)
         self._write()
 
-    def begin(self, generation: int, start_step: int) -> None:
-        """A group trains from `start_step`: later rows are taken back. Where this process was not in the generation
-        before, those that it has may be of steps that were trained again without it."""
+    def was_in(self, generation: int) -> None:
+        """This process has a seat in a group, which may break before it trains. Where it had none in the one before,
+        the rows that it has may be of steps that were trained again without it."""
         if generation > self._generation + 1:
             self._rows.clear()
-        self._generation, self.clock = generation, time.time
+        self._generation = generation
+
+    def begin(self, generation: int, start_step: int) -> None:
+        """A group trains from `start_step`: later rows are taken back."""
+        self.was_in(generation)
+        self.clock = time.time
         while self._rows and self._rows[-1]["step"] > start_step:
             self._rows.pop()
         self._write()

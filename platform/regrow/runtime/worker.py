@@ -136,7 +136,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
                 backend=backend,
                 timeout_s=config.train.collective_timeout_s,
                 breaker=breaker,
-                waiting=memory.waiting if memory is not None else _until_the_deadline,
+                waiting=partial(_has_seat, process),
                 keeper=memory.keeper if memory is not None else None,
             )
             if joined is None:
@@ -182,8 +182,11 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
             probe_or_end(job, process.prober)
 
 
-def _until_the_deadline(generation: int, breaker: Breaker) -> None:
-    """Without a keeper, a process is not told that the others will not come."""
+def _has_seat(process: Process, generation: int, breaker: Breaker) -> None:
+    """The others of its generation are waited for; without a keeper, a process is not told that they will not come."""
+    process.rows.was_in(generation)
+    if process.memory is not None:
+        process.memory.waiting(generation, breaker)
 
 
 def _fit(job: Job, device: torch.device) -> Prober:
