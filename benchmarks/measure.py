@@ -110,6 +110,6 @@ def write_result(
         "git": SHA,
         **({"git_at_end": at_end} if at_end != SHA else {}),
     }
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    path.expanduser().write_text(json.dumps(result, indent=2) + "\n")
     if show:
         print(json.dumps(figures))

@@ -12,7 +12,7 @@ from regrow.record.run_folder import run_config
 from regrow.show.compare import as_json, as_table, load_runs
 from regrow.show.report import make_report, write_report
 from regrow.show.units import or_dash, percent
-from regrow.storage import Storage
+from regrow.storage import Storage, path_of
 
 
 @program()
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, and write nothing by default")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_of,
         help="of one run: write only the page (or, FILE.json, the figures) to FILE, not into its folder; "
         "of several: the figures to FILE.json",
     )

@@ -7,7 +7,6 @@ Starts nothing.
 import json
 import sys
 from functools import partial
-from pathlib import Path
 
 from regrow.config.schema import SimulateJobConfig
 from regrow.config.store import load_run_config, run_job
@@ -16,7 +15,7 @@ from regrow.simulate.replay import local_folder, replay
 from regrow.simulate.report import figures_of, goal_lines, line_of, write_page
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of, replicas_of
-from regrow.storage import make_folder
+from regrow.storage import make_folder, path_of
 
 
 def main(config: SimulateJobConfig, *, as_json: bool) -> None:
@@ -27,7 +26,7 @@ def main(config: SimulateJobConfig, *, as_json: bool) -> None:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else "\n".join(found.lines()))
         return
     profile = Profile.read(simulate.runs) if simulate.runs else None
-    inputs, folder = inputs_of(config, profile), Path(simulate.out or "runs/simulate")
+    inputs, folder = inputs_of(config, profile), path_of(simulate.out or "runs/simulate")
     if not as_json:
         make_folder(folder, "simulate.out")
     results = compare(inputs, replicas_of(simulate), simulate.seed)

@@ -55,7 +55,7 @@ class Storage(ABC):
     def at(location: str | os.PathLike[str]) -> "Storage":
         """Open a local path or a URI. Nothing is read or created yet; raises StorageError for an unusable URI."""
         text = os.fspath(location)
-        return RemoteStorage.from_uri(text) if is_remote(text) else LocalStorage(Path(local_path(text)))
+        return RemoteStorage.from_uri(text) if is_remote(text) else LocalStorage(text)
 
     is_local: bool = False
     retry_s: float | None = None  # that a remote store is asked again for, below it too; None: RETRY_DEADLINE_S
@@ -130,8 +130,8 @@ class Storage(ABC):
 class LocalStorage(Storage):
     is_local = True
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.expanduser().absolute()
+    def __init__(self, root: str | Path) -> None:
+        self.root = path_of(root).absolute()
 
     def __str__(self) -> str:
         return str(self.root)
@@ -522,6 +522,17 @@ def is_remote(location: str | None) -> bool:
 def local_path(location: str) -> str:
     """A place of this machine's file system as a path, also where it is a URI; others as they are."""
     return location.removeprefix("file://")
+
+
+def path_of(place: str | Path) -> Path:
+    """The same as a path, where `~` is this user's home, which no shell has put in what is given as key=value.
+
+    Raises StorageError for the home of a user that there is not.
+    """
+    try:
+        return Path(local_path(str(place))).expanduser()
+    except RuntimeError as error:
+        raise StorageError(f"{place} is below a home that is not known ({error}); name it in full") from error
 
 
 def join_location(folder: str, *names: str) -> str:

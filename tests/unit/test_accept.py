@@ -310,6 +310,7 @@ def test_arguments_are_read_without_hydra() -> None:
     options = parse(["accept.out=/tmp/x", "accept.only=probe,host_name", "accept.gpus=1", "accept.minutes=2.5"])
     assert (options.out, options.only, options.gpus) == (Path("/tmp/x"), ("probe", "host_name"), 1)
     assert options.minutes == 2.5
+    assert parse(["accept.out=~/x"]).out == Path.home() / "x"
     cluster = parse(["+cluster=cpu3", "run.storage_path=/shared"])
     assert cluster.parts == (Part.cluster,)
     assert cluster.pretrain == ("+cluster=cpu3", "run.storage_path=/shared")
@@ -613,6 +614,25 @@ def test_any_setting_may_follow_the_cluster_or_stand_before_it(pretrain: Callabl
     assert job.folder == tmp_path / "accept-1"
     stopped = checks_cluster.Job("accept-1", *checks_cluster.settings([*given, "train.stop_at_step=20"]))
     assert stopped.steps == 20
+
+
+def test_a_job_trains_where_its_run_is_looked_for(
+    pretrain: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, in the checkout, or below the user's home: without a step seen, sound hardware was refused."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\npwd -P\n")
+    interpreter.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for given, place in (("~/runs", tmp_path / "home" / "runs"), ("runs", tmp_path / "runs")):
+        pretrain("+cluster=cpu3", f"run.storage_path={given}")
+        job = checks_cluster.Job("accept-1", *checks_cluster.settings(checks_cluster.arguments()))
+        assert job.folder == place / "accept-1"
+    job.start()
+    job.wait(60.0)
+    assert job.output.read_text() == f"{tmp_path.resolve()}\n"
 
 
 @pytest.mark.parametrize(

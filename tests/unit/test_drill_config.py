@@ -171,7 +171,7 @@ def test_corpora_and_mixtures_reach_the_job() -> None:
     assert given.data.mixture == [MixtureStage(0, {"web": 2.5})]
 
 
-def test_one_of_three_ways_to_say_what_is_to_happen(tmp_path: Path) -> None:
+def test_one_of_three_ways_to_say_what_is_to_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"nothing to do; choose a plan with \+drill=NAME: auto_spacing, black_hole"):
         plan_of(composed())
     with pytest.raises(ConfigError, match=r"only one of drill\.plan and drill\.faults"):
@@ -181,6 +181,8 @@ def test_one_of_three_ways_to_say_what_is_to_happen(tmp_path: Path) -> None:
     drawn = plan_of(composed("+drill=soak", "drill.faults=9"))
     keep_plan(tmp_path, *drawn)
     assert plan_of(composed(f"drill.plan_file={tmp_path}/plan.json")) == drawn
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert plan_of(composed("drill.plan_file='~/plan.json'")) == drawn
     (tmp_path / "plan.json").write_text(json.dumps({"plan": "x"}))
     with pytest.raises(ConfigError, match="is not a plan that a drill wrote"):
         plan_of(composed(f"drill.plan_file={tmp_path}/plan.json"))
@@ -317,7 +319,10 @@ def test_a_job_has_the_places_of_the_directory_that_its_drill_is_started_in(
     assert config.run.storage_path == f"{tmp_path}/runs"
     assert (config.data.source, config.data.cache_dir) == (f"{tmp_path}/texts/*.txt", f"{tmp_path}/cache")
     assert (config.data.tokenizer, config.parallel.compile_cache) == (None, "s3://b/c")
-    moved = run.with_absolute_places(composed("+drill=kill_worker", "data.tokenizer=x.json", "+data.corpora.web=web"))
+    monkeypatch.setenv("HOME", f"{tmp_path}/home")
+    given = ["data.tokenizer=x.json", "+data.corpora.web=web", "snapshot.folder='~/memory'"]
+    moved = run.with_absolute_places(composed("+drill=kill_worker", *given))
+    assert moved.snapshot.folder == f"{tmp_path}/home/memory"
     assert (moved.data.tokenizer, moved.data.corpora) == (f"{tmp_path}/x.json", {"web": f"{tmp_path}/web"})
 
 

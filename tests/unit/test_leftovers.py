@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from regrow.runtime import keeper as keeper_module
-from regrow.runtime.keeper import Keeper, KeeperSettings
+from regrow.runtime.keeper import Keeper, KeeperSettings, start_keeper
 from regrow.runtime.liveness.pulse import PulseFile, started_at
 from regrow.state.memory.node import KeeperNode, delete_run, last_used, take_over_leftovers
 
@@ -107,6 +107,15 @@ def test_a_folder_that_is_being_made_or_deleted_is_left_alone_and_one_that_was_n
     assert not stale.exists()
     assert (mine / "g000001-r0-0.slot").read_text() == "stale"
     assert last_used(tmp_path / "nowhere") == 0.0
+
+
+def test_a_keepers_folder_may_be_below_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *given: started.append(given)))
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda of: actor)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start_keeper("0" * 16, "a" * 56, KeeperSettings("~/memory", None, abandon_after_s=600.0))
+    assert started[0][2] == f"{tmp_path}/memory/regrow-{'0' * 16}-{'a' * 12}"
 
 
 class Stop(Exception):

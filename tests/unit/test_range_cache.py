@@ -235,6 +235,16 @@ def test_each_host_has_the_cache_in_its_own_temporary_folder(
     assert list((tmp_path / "driver").iterdir()) == []
 
 
+def test_a_cache_may_be_below_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, in a folder called ~ of whatever directory a worker was in."""
+    rows = write_rows(tmp_path / "corpus", num_rows=64)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    reader = Corpora.at(f"local://{tmp_path}/corpus", DataConfig(cache_dir="~/cache")).reader("train")
+    assert np.array_equal(reader.read(np.arange(8)), rows[:8])
+    assert size_of(tmp_path / "home" / "cache") > 0
+
+
 def away(folder: Path, refusals: float) -> Corpora:
     """A corpus in a store that is away once its manifest was read."""
     Away.refusals = 0

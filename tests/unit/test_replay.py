@@ -371,13 +371,16 @@ def test_the_command_takes_run_folders_and_says_what_is_measured(
 
 
 def test_what_was_measured_once_is_swept_over_what_it_may_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
     folder = run_with_losses(tmp_path / "a", losses=1)
     small = ["simulate.gpus=4", "simulate.gpus_per_node=1", "simulate.num_slices=12", "simulate.replicas=4"]
-    small += ["simulate.days=1", "simulate/policy=[in_place]", f"simulate.out={tmp_path}/out"]
+    small += ["simulate.days=1", "simulate/policy=[in_place]", "simulate.out='~/out'"]
     main(configured(*small, f"simulate.runs=[{folder}]"), as_json=False)
     assert "effective" in capsys.readouterr().out
+    assert (tmp_path / "home" / "out" / "simulate.html").exists()
 
 
 def test_the_command_plays_a_finished_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1064,7 +1064,7 @@ def test_too_many_or_too_few_different_runs_are_refused(tmp_path: Path) -> None:
 
 def test_the_job_compares_runs_and_names_one_that_is_none(tmp_path: Path) -> None:
     def job(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": f"{REPO}:{REPO}/platform"}
+        environment = os.environ | {"PYTHONPATH": f"{REPO}:{REPO}/platform", "HOME": str(tmp_path)}
         command = [sys.executable, "-m", "jobs.report", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
@@ -1074,7 +1074,7 @@ def test_the_job_compares_runs_and_names_one_that_is_none(tmp_path: Path) -> Non
     assert re.search(r"^ +first +second$", done.stdout, re.MULTILINE)
     assert re.search(r"^optim\.lr +0\.1 +0\.2$", done.stdout, re.MULTILINE)
     assert not (tmp_path / "first" / "report.html").exists()  # the runs are left as they are
-    done = job(*folders, "--json", "--out", "figures.json")
+    done = job(*folders, "--json", "--out=~/figures.json")
     assert json.loads((tmp_path / "figures.json").read_text()) == json.loads(done.stdout)
     assert list(json.loads(done.stdout)["differing_settings"]) == ["optim.lr", "commit", "version of torch"]
     done = job(*folders, "--out", "ab.html")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regrow.errors import GroupOver
-from regrow.storage import LocalStorage, RemoteStorage, Storage, StorageError
+from regrow.storage import LocalStorage, RemoteStorage, Storage, StorageError, path_of
 
 
 class ServerBusyError(Exception):
@@ -151,6 +151,14 @@ def test_locations_are_paths_or_uris(tmp_path: Path) -> None:
         Storage.at("nope://x")
     with pytest.raises(StorageError, match="not a local folder"):
         _ = Storage.at("memory://x").local_path
+
+
+def test_a_tilde_is_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert path_of("~/x") == path_of(f"file://{tmp_path}/x") == Storage.at("~/x").local_path == tmp_path / "x"
+    assert path_of("runs/~") == Path("runs/~")
+    with pytest.raises(StorageError, match=r"^~no-such-user/x is below a home that is not known .*; name it in full$"):
+        Storage.at("~no-such-user/x")
 
 
 def test_the_options_of_a_uri_stay_behind_what_is_joined_to_it() -> None:

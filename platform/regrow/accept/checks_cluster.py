@@ -28,9 +28,8 @@ from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.estimate import most_rank_bytes, snapshot_bytes
 from regrow.forecast.settle import settled
 from regrow.record.log import METRICS, Tail, read_events
-from regrow.storage import Storage
+from regrow.storage import Storage, is_remote
 
-ROOT = Path(__file__).parents[3]
 STEPS = {True: 400, False: 60}  # on GPUs, and without
 START_S = 170.0  # for a job to come to a step
 GO_ON_S = 90.0  # for a group that lost a worker to come to one
@@ -88,7 +87,7 @@ class Job:
         self.steps = config.train.stop_at_step or config.train.steps
         self.checkpoint_every = config.checkpoint.every_steps or self.steps
         self.arguments = [*arguments, f"run.name={name}"]
-        self.folder = Path(config.run.storage_path, name)
+        self.folder = (Storage.at(config.run.storage_path) / name).local_path
         self.output = Path(os.environ["REGROW_ACCEPT_FOLDER"], f"{name}.out")
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -96,7 +95,6 @@ class Job:
         with open(self.output, "ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jobs.pretrain", *self.arguments],
-                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -133,7 +131,7 @@ class Job:
 def train(report: Report) -> None:
     """A job undisturbed; the same with a worker killed a third through it, and its driver two thirds."""
     small, config = settings(arguments())
-    if "://" in config.run.storage_path:
+    if is_remote(config.run.storage_path):
         raise NotTested("run.storage_path has to be a folder that this process and all nodes reach")
     token = uuid.uuid4().hex[:6]
     undisturbed, disturbed = (Job(f"accept-{token}-{name}", small, config) for name in ("undisturbed", "disturbed"))

@@ -22,7 +22,7 @@ from regrow.accept.runner import Machine, Outcome, look_at, run_checks
 from regrow.config.plain import models
 from regrow.errors import ConfigError
 from regrow.record.provenance import git_sha, hardware, versions
-from regrow.storage import make_folder
+from regrow.storage import make_folder, path_of
 
 FILE = "accept.json"
 TITLES = {
@@ -114,7 +114,7 @@ def _gpus(value: str) -> int | None:
 
 
 READ: dict[str, Callable[[str], Any]] = {
-    "out": Path,
+    "out": path_of,
     "only": lambda value: tuple(_names(value)),
     "parts": lambda value: tuple(map(Part, _names(value))),
     "gpus": _gpus,

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from regrow.config.schema import DataConfig, PretrainConfig
@@ -19,7 +18,7 @@ from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe,
 from regrow.data.prepare.listing import named_by, searched
 from regrow.deadline import within
 from regrow.errors import DataError, UnseenError, first_line
-from regrow.storage import StorageError, in_threads, is_remote, local_path
+from regrow.storage import StorageError, in_threads, is_remote, path_of
 
 if TYPE_CHECKING:
     from regrow.data.prepare.files import SourceFiles
@@ -79,7 +78,7 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     """
     data = config.data
     for name, folder in data.corpora.items():
-        if not is_remote(folder) and not Path(local_path(folder)).expanduser().exists():
+        if not is_remote(folder) and not path_of(folder).exists():
             raise UnseenError(f"data.corpora.{name}={folder} holds no finished corpus: there is no such folder")
     if data.corpora:
         named = ", ".join(data.corpora.values())

@@ -26,6 +26,7 @@ from regrow.record.run_folder import run_folder
 from regrow.runtime.interrupts import terminable
 from regrow.runtime.run_folder import check_may_start
 from regrow.show.console import Console
+from regrow.storage import path_of
 
 TAIL_STEPS_APART = 300  # broken storage keeps the log, by which faults are timed, from the drill for a while
 
@@ -81,6 +82,7 @@ def with_absolute_places(config: DrillJobConfig) -> DrillJobConfig:
             cache_dir=there(data.cache_dir),
         ),
         parallel=replace(parallel, compile_cache=there(parallel.compile_cache)),
+        snapshot=replace(config.snapshot, folder=absolute(config.snapshot.folder)),
     )
 
 
@@ -94,7 +96,7 @@ def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
         raise ConfigError(f"{what}; choose a plan with +drill=NAME: {plans}")
     if drill.plan_file:
         try:
-            return from_json(Path(drill.plan_file).read_bytes(), drill.plan_file)
+            return from_json(path_of(drill.plan_file).read_bytes(), drill.plan_file)
         except OSError as error:
             raise ConfigError(f"drill.plan_file={drill.plan_file} cannot be read: {error.strerror}") from error
     if drill.plan:

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,7 +20,7 @@ from regrow.record.history import History
 from regrow.record.lock import is_held
 from regrow.record.log import EVENTS, METRICS, RANKS, read_events, read_metrics
 from regrow.record.status import Status, status_of
-from regrow.storage import Storage, join_location, local_path
+from regrow.storage import Storage, join_location, local_path, path_of
 
 RUN_FILE, CONFIG_FILE, CHECKPOINTS = "run.json", "config.yaml", "checkpoints"
 LEAST_ROOM = 1 << 20  # bytes: a full file system seldom says 0, and a line of the logs may have as many
@@ -37,7 +36,7 @@ def run_location(config: PretrainConfig) -> str:
     path = local_path(config.run.storage_path)
     if "://" in path:
         return join_location(path, config.run.name)
-    return str(Path(path).expanduser().absolute() / config.run.name)
+    return str(path_of(path).absolute() / config.run.name)
 
 
 def find_run(name: str) -> Storage:

@@ -43,6 +43,7 @@ from regrow.state.memory.node import KeeperNode, delete_run, is_served, last_use
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.rdma import NixlTransport
 from regrow.state.memory.slots import Committed
+from regrow.storage import path_of
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
@@ -417,7 +418,7 @@ def start_keeper(run_id: str, node: str, settings: KeeperSettings) -> Any:
     One that a job before this one has left goes on by that one's settings, and has its snapshots.
     """
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    folder = str(Path(settings.folder) / f"regrow-{run_id}-{node[:12]}")
+    folder = str(path_of(settings.folder) / f"regrow-{run_id}-{node[:12]}")
     actor: Any = ray.remote(concurrency_groups=GROUPS)(Keeper)  # type: ignore[call-overload]
     return actor.options(
         name=f"{run_id}:{node}",

@@ -26,7 +26,7 @@ from regrow.data.prepare.documents import TOO_LONG, DamagedPiece, Document, Piec
 from regrow.data.prepare.listing import local_files, named_by, searched
 from regrow.data.sized_file import SizedFile
 from regrow.errors import DataError, RegrowError, UnseenError, first_line
-from regrow.storage import RemoteStorage, in_threads, is_remote, local_path
+from regrow.storage import RemoteStorage, in_threads, is_remote, path_of
 
 PIECE_BYTES = 64 << 20  # of text
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
@@ -236,7 +236,7 @@ def _parsed(parse: Callable[[], Result]) -> Result:
 
 def absolute(source: str) -> str:
     """The same place for processes with another working directory or another home."""
-    return source if is_remote(source) else str(Path(local_path(source)).expanduser().absolute())
+    return source if is_remote(source) else str(path_of(source).absolute())
 
 
 def kind_of(path: str) -> str:

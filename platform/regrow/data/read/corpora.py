@@ -22,7 +22,7 @@ from regrow.errors import DataError, UnavailableError
 from regrow.plan.mixture import Mixture, plan_mixture
 from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order
 from regrow.record.run_folder import read_config, read_record, run_folder
-from regrow.storage import Storage, split_location
+from regrow.storage import Storage, path_of, split_location
 
 MADE_BY = ("recipe", "source", "tokenizer", "end_of_text", *CONTENT_KEYS)  # settings of a corpus that a recipe makes
 RETRY_S = 1.0  # that a store is asked again for, while its node's other ranks wait: what is patient looks about between
@@ -79,7 +79,7 @@ class Corpora:
 
         Raises DataError where one of them is not there.
         """
-        cache_folder = Path(self.cache_folder) if self.cache_folder else RangeCache.default_folder()
+        cache_folder = path_of(self.cache_folder) if self.cache_folder else RangeCache.default_folder()
         cache = RangeCache(cache_folder, self.cache_bytes)
         return CorporaReader(
             [
