@@ -742,6 +742,37 @@ def test_a_checkpoint_that_no_node_can_read_back_any_more_counts_and_costs_no_ol
     assert (told.of(c.Delete), told.of(c.NoteDamaged)) == ([], [])
 
 
+def not_read_back(told: Told) -> list[str]:
+    return [each["text"] for each in told.records("note") if "could not be read back" in each["text"]]
+
+
+def test_why_a_checkpoint_cannot_be_read_back_is_told_once() -> None:
+    """Older ones stayed, up to the next checkpoint that can, and nothing said so."""
+    told = uploading()
+    all_written(told, 1, "abc", read_back=False)
+    for _ in "abc":
+        assert not_read_back(told) == []
+        told(e.HasReadBack(1, "a", None, "AccessDenied"))
+    told(e.HasReadBack(1, "b", None, "AccessDenied"))
+    said = "the checkpoint of step 10 could not be read back (node c AccessDenied): older ones stay"
+    assert not_read_back(told) == [said]
+
+
+@pytest.mark.parametrize(
+    ("failed", "why"),
+    [(False, "not within 1800 s"), (True, "not within 1800 s; node a AccessDenied")],
+)
+def test_a_checkpoint_that_is_not_read_back_in_time_is_told_of(failed: bool, why: str) -> None:
+    told = uploading()
+    all_written(told, 1, "abc", read_back=False)
+    if failed:
+        told(e.HasReadBack(1, "a", None, "AccessDenied"))
+    for _ in range(2):
+        told.now += 1801.0
+        told()
+        assert not_read_back(told) == [f"the checkpoint of step 10 could not be read back ({why}): older ones stay"]
+
+
 def test_the_one_node_of_a_run_is_asked_again_to_read_back_and_no_node_that_does_not_answer() -> None:
     told = uploading("a")
     all_written(told, 1, "a", read_back=False)
@@ -751,6 +782,9 @@ def test_the_one_node_of_a_run_is_asked_again_to_read_back_and_no_node_that_does
     told()
     assert told.control.settling == Settling(False, "", None, ())
     assert (len(told.of(c.ReadBack)), told.of(c.Delete)) == (2, [])
+    assert not_read_back(told) == [
+        "the checkpoint of step 10 could not be read back (node a says nothing): older ones stay"
+    ]
 
 
 def test_what_a_node_cannot_write_the_one_with_its_copies_does_and_nodes_that_fail_both_cost_the_checkpoint() -> None:

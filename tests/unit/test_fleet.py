@@ -178,7 +178,10 @@ def test_any_node_reads_back_what_another_one_has_written(tmp_path: Path) -> Non
     assert nodes.fleet.answers() == [e.Written(3, "a"), e.Written(3, "b")]
     nodes.keepers["b"].error = ray.exceptions.RayActorError()
     nodes.fleet.read_back(c.ReadBack(3, "b", "b"))
-    assert nodes.fleet.answers() == [e.HasReadBack(3, "b", None)]
+    assert nodes.fleet.answers() == [e.HasReadBack(3, "b", None, "is gone")]
+    nodes.keepers["b"].error = ray.exceptions.RayTaskError("read_back", "a traceback", OSError(13, "Permission denied"))
+    nodes.fleet.read_back(c.ReadBack(3, "b", "b"))
+    assert nodes.fleet.answers() == [e.HasReadBack(3, "b", None, "[Errno 13] Permission denied")]
     nodes.fleet.read_back(c.ReadBack(3, "a", "b"))
     assert nodes.fleet.answers() == [e.HasReadBack(3, "b", "step-00000010/b.safetensors read by a")]
 

@@ -324,6 +324,7 @@ class HasReadBack:
     upload: int
     origin: str
     problem: str | None
+    why: str = ""  # it could not
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class ReadBacks:
         self._waiting: dict[str, list[str]] = {}  # by origin: nodes asked to read its part; the last of them does
         self._speakers: dict[str, str] = {}  # by origin whose answer comes with another's: the node that speaks for it
         self._nodes: tuple[str, ...] = ()  # which may be asked
-        self._until = 0.0
+        self._until, self._why = 0.0, ""  # what kept the newest node that could not from reading
 
     @property
     def busy(self) -> bool:
@@ -96,7 +96,7 @@ class ReadBacks:
     def begin(self, upload: int, step: int, before: int, writers: Mapping[str, str], now: float) -> None:
         """COMMIT of this upload is there. `writers`: by origin, the node that has written its part."""
         self.before = before if before != step else self.before  # where the step is committed once more
-        self._upload, self.step = upload, step
+        self._upload, self.step, self._why = upload, step, ""
         self._waiting, self._until = {origin: [node] for origin, node in writers.items()}, now + self._timeout_s
         self._nodes = tuple(dict.fromkeys(writers.values()))
         is_its_own = all(origin == node for origin, node in writers.items())
@@ -116,7 +116,7 @@ class ReadBacks:
             return False
         self._speakers.pop(event.origin, None)
         if event.problem is None:
-            self._ask_another(event.origin)
+            self._ask_another(event.origin, event.why)
             return False
         del self._waiting[event.origin]
         if event.problem:
@@ -137,7 +137,7 @@ class ReadBacks:
         self._ask_themselves({self._speakers[node] for node in nodes if node in self._speakers})
         for origin in [origin for origin, asked in self._waiting.items() if asked[-1] in nodes]:
             if self._waiting:
-                self._ask_another(origin)
+                self._ask_another(origin, "says nothing")
 
     def _ask_themselves(self, speakers: Set[str]) -> None:
         for origin in [each for each, speaker in self._speakers.items() if speaker in speakers]:
@@ -145,13 +145,14 @@ class ReadBacks:
             if origin in self._waiting:
                 self._out.append(ReadBack(self._upload, origin, origin))
 
-    def _ask_another(self, origin: str) -> None:
+    def _ask_another(self, origin: str, why: str) -> None:
         """The same node only where there is no other: it may be back."""
         asked = self._waiting[origin]
+        self._why = f"node {asked[-1][:12]} {why}"
         others = [node for node in self._nodes if node not in asked]
         node = next(filter(self._keepers.can_ask, others or asked), None)
         if node is None or len(asked) == MOST_READERS:
-            self._waiting.clear()
+            self._give_up(self._why)
             return
         asked.append(node)
         self._out.append(ReadBack(self._upload, node, origin))
@@ -161,5 +162,11 @@ class ReadBacks:
             self._out.record("note", text=event.problem)
 
     def tick(self, now: float) -> None:
-        if now > self._until:
-            self._waiting.clear()
+        if self._waiting and now > self._until:
+            late = f"not within {self._timeout_s:.0f} s"
+            self._give_up(f"{late}; {self._why}" if self._why else late)
+
+    def _give_up(self, why: str) -> None:
+        self._waiting.clear()
+        found = f"the checkpoint of step {self.step} could not be read back ({why})"
+        self._out.record("note", text=f"{found}: older ones stay")

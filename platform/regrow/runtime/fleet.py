@@ -210,8 +210,9 @@ class Fleet:
         upload = self._publisher.upload(command.upload)
 
         def then(answer: "Future[str]") -> e.Event:
-            gone = answer.exception() is not None
-            return e.HasReadBack(command.upload, command.origin, None if gone else answer.result())
+            if (error := answer.exception()) is not None:
+                return e.HasReadBack(command.upload, command.origin, None, _problem(error))
+            return e.HasReadBack(command.upload, command.origin, answer.result())
 
         files = upload.files_of(command.origin)
         self._pending[self._known[command.node][0].read_back(str(upload.folder), files, command.origin)] = then
@@ -293,7 +294,7 @@ def _answer(call: "Future[bytes]") -> bytes | None:
 
 
 def _problem(error: BaseException) -> str:
-    """Why a keeper did not write."""
+    """Why a keeper did not write, or read back."""
     if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ray.exceptions.RayTaskError):
         return "is gone"
     return first_line(getattr(error, "cause", None) or error)
