@@ -199,6 +199,25 @@ def test_a_job_that_is_lost_sight_of_has_a_status_of_its_own(
     assert capfd.readouterr().err.endswith(f"error: kubectl get: {REFUSED}; the job runs on, unseen from here\n")
 
 
+@pytest.mark.parametrize("kind", ["jobs", "pods"])
+def test_logs_that_we_may_not_look_for_are_told_of_once(
+    kind: str, cluster: Cluster, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run was followed to its end without a line of its logs, nor a reason."""
+    select, forbidden = Kubectl.select, f"kubectl get: Error from server (Forbidden): {kind} is forbidden"
+
+    def refused(self: Kubectl, each: str, selector: str) -> Any:
+        if each == kind:
+            raise ClusterError(forbidden)
+        return select(self, each, selector)
+
+    monkeypatch.setattr(Kubectl, "select", refused)
+    cluster.has_job(RUNNING, RUNNING, RUNNING, SUCCEEDED)
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")
+    assert act("logs") == 0
+    assert capfd.readouterr().err.count(f"the logs cannot be shown: {forbidden}; asking again\n") == 1
+
+
 def test_a_refusal_just_after_the_server_was_away_is_not_believed(
     cluster: Cluster, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

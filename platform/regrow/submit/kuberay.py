@@ -370,7 +370,10 @@ class _Logs:
         kubectl, waiting = self._job.kubectl, self._job.waiting
         try:
             what = self._submitter(kubectl)
-        except ClusterError:  # the next look at the job will tell
+        except Unreachable:  # the next look at the job will tell
+            return
+        except ClusterError as error:  # not every user may look
+            self._complain(f"the logs cannot be shown: {error}")
             return
         if what is None:
             return
@@ -379,9 +382,13 @@ class _Logs:
         self._lines.reconnect()
         with waiting.paused():
             complaint = kubectl.logs(what, self._lines.take, since=self._lines.since) or ""
-        if complaint and complaint != self._complaint:
-            waiting.say(f"{complaint}; asking again")
-        self._complaint = complaint
+        self._complain(complaint)
+
+    def _complain(self, text: str) -> None:
+        """Say what is new of why there are no logs; empty: there are."""
+        if text and text != self._complaint:
+            self._job.waiting.say(f"{text}; asking again")
+        self._complaint = text
 
     def _submitter(self, kubectl: Kubectl) -> str | None:
         """The newest pod of the newest Kubernetes Job that follows the Ray job's logs."""
