@@ -28,6 +28,7 @@ from regrow.control.values import NEVER, NOTHING, SnapshotAck, Version
 from regrow.control.verification import Checks
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS, next_generation
+from regrow.runtime.clock import ControlClock
 from regrow.runtime.kept_rows import KeptRows
 
 STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
@@ -210,6 +211,7 @@ class World:
         self.cut: set[tuple[str, str]] = set()  # links over which no copies go
         self.max_nodes = num_nodes
         self.num_coordinators, self.up = 0, True
+        self.stands_still = False  # it is not up, and will go on with what it knows
         self.newest_committed = NEVER  # in memory, of those that the run has not gone back before
         self.went_wrong = 0  # the newest generation whose state was not finite: its snapshots are not to be used
         self.was_stored: set[int] = set()  # steps of all checkpoints so far, without those that were damaged
@@ -335,10 +337,11 @@ class World:
     def _control(self, past: Past) -> Control:
         self.num_coordinators += 1
         self.met, self.published_at = set(), NO_TIME
+        self.clock = ControlClock(self.now, lambda: self.now)
         return self.control_class(
             self.config,
             is_whole=is_whole,
-            now=self.now,
+            now=self.clock.now,
             past=past,
             first_message=self.num_coordinators * 10**6,
             fan_out=self.fan_out,
@@ -352,7 +355,7 @@ class World:
             e.Began | e.Row | e.RowsAgain | e.Verified | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged,
         )
         reply = None
-        for command in self.control.on(event, self.now):
+        for command in self.control.on(event, self.clock.now):
             if isinstance(command, c.Reply):
                 reply = command.value
             else:
@@ -362,21 +365,23 @@ class World:
         return reply
 
     def send(self, event: e.Event, seconds: float | None = None, *, lossy: bool = False) -> None:
-        """The same, some time from now; calls wait for a coordinator that is away, reports that may be lost do not."""
+        """The same, some time from now; calls wait for a coordinator that is away, reports that may be lost do not, but
+        for one that stands still."""
         if lossy and self.loses_reports and self.rng.random() < 0.1:
             return
 
         def arrive() -> None:
             if self.up:
                 self.tell(event)
-            elif not lossy:
+            elif not lossy or self.stands_still:
                 self.after(0.5, arrive)
 
         self.after(self.soon() if seconds is None else seconds, arrive)
 
     def _tick(self) -> None:
         if self.up:
-            for command in self.control.tick(self.now):
+            self.clock.tick()
+            for command in self.control.tick(self.clock.now):
                 self._carry_out(command)
         self.after(TICK_S, self._tick)
 
@@ -385,8 +390,11 @@ class World:
         if self.up and self.repeats_views:
             for process in list(self.dead):
                 self._tell_of(process)
-            self.tell(e.Notice(dict(self.draining)))
+            self.tell(self._notice())
         self.after(VIEW_S, self._view)
+
+    def _notice(self) -> e.Notice:
+        return e.Notice({node: at - self.clock.stood_s for node, at in self.draining.items()}, -self.clock.stood_s)
 
     def _tell_of(self, process: tuple[str, int]) -> None:
         left = sum(each.alive for each in self.workers.values())
@@ -413,6 +421,17 @@ class World:
             num_events, self.rows = self.logged
             del self.events[num_events:]
             self.durable_rows, self.logged, self.away_until = len(self.rows), None, NO_TIME
+
+    def stand_still(self, seconds: float) -> None:
+        """The coordinator's process is stopped for so long: it has forgotten nothing, and what was said waits."""
+        if not self.up:
+            return
+
+        def go_on() -> None:
+            self.up, self.stands_still = True, False
+
+        self.up, self.stands_still = False, True
+        self.after(seconds, go_on)
 
     def _unwritten(self) -> int:
         """How many of the log's last events may not be written yet: none that was waited for, nor any before that.
@@ -518,7 +537,9 @@ class World:
         self.kill_keeper(node)
 
     def _do_Ask(self, command: c.Ask) -> None:
-        is_reading = command.question is not c.Question.HOLDINGS and not self.control.health.stalls.stalled_s(self.now)
+        is_reading = command.question is not c.Question.HOLDINGS and not self.control.health.stalls.stalled_s(
+            self.clock.now
+        )
         for name in command.nodes:
             node = self.nodes[name]
             if node.alive and node.up and not node.dark:
@@ -728,6 +749,8 @@ class World:
         def arrive() -> None:
             if coordinator == self.num_coordinators and self.up:
                 write()
+            elif self.stands_still:
+                self.after(0.5, arrive)
 
         self.published_at = max(self.published_at, self.now) + seconds
         self.after(self.published_at - self.now, arrive)
@@ -739,6 +762,8 @@ class World:
         def arrive() -> None:
             if coordinator == self.num_coordinators and self.up:
                 self.tell(answer)
+            elif self.stands_still:
+                self.after(0.5, arrive)
 
         self.after(seconds, arrive)
 
@@ -1022,7 +1047,7 @@ class World:
     def _refill(self, node: Node) -> None:
         """Ray Train starts another one, where it may."""
         if node.alive and not self.over:
-            if self.up and node.name not in self.control.excluded_nodes(self.now):
+            if self.up and node.name not in self.control.excluded_nodes(self.clock.now):
                 self.add_worker(node)
             else:
                 self.after(1.0, lambda: self._refill(node))
@@ -1077,7 +1102,7 @@ class World:
         if node.alive:
             self.draining[node.name] = self.now + 15.0
             if self.up:
-                self.tell(e.Notice(dict(self.draining)))
+                self.tell(self._notice())
 
             def gone() -> None:
                 self.draining.pop(node.name, None)
@@ -1216,6 +1241,9 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
     world: World = world_class(seed, **sizes, copies=rng.choice((1, 1, 2)), num_slices=rng.choice((None, None, 2, 5)))
     for _ in range(rng.choice((0, 1, 2, 2, 3, 4)) if num_faults is None else num_faults):
         world.after(rng.random() * 20.0, world.fault)
+    if seed % 5 == 3:  # the others keep their schedules
+        still = random.Random(-seed)
+        world.after(still.random() * 20.0, lambda: world.stand_still(60.0 * still.random()))
     world.run(2000.0)
     world.check_log()
     if not world.done and not world.given_up:

@@ -9,7 +9,7 @@ import torch
 from regrow.plan.mesh import MeshShape
 from regrow.runtime import clock as module
 from regrow.runtime import generation
-from regrow.runtime.clock import ALIKE_S, clock_of
+from regrow.runtime.clock import ALIKE_S, STANDSTILL_S, ControlClock, Deadlines, clock_of
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.kept_rows import KeptRows
 from regrow.train.metrics import Meter
@@ -93,3 +93,55 @@ def test_a_row_has_the_time_of_its_meters_clock() -> None:
     made.clock = lambda: T0
     result = StepResult(loss=1.0, grad_norm=1.0, num_tokens=100, flag=False, blocked=False, digest=1)
     assert made.finish({"step": 1}, result)["time"] == T0
+
+
+class Steady:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.at = 77.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def test_what_a_coordinator_stands_still_does_not_pass_on_controls_clock_and_it_never_goes_back() -> None:
+    steady = Steady()
+    clock = ControlClock(T0, steady)
+    for _ in range(50):
+        steady.at += 0.1
+        clock.tick()
+    assert clock.now == pytest.approx(T0 + 5.0)
+    steady.at += STANDSTILL_S - 0.1  # a slow tick is time that passed
+    clock.tick()
+    assert (clock.now, clock.stood_s) == (pytest.approx(T0 + 4.9 + STANDSTILL_S), 0.0)
+    seen = list[float]()
+    for gap_s, ticks in ((1.0, False), (69.0, False), (0.0, True), (0.1, False), (0.0, True), (30.0, True)):
+        steady.at += gap_s
+        if ticks:
+            clock.tick()
+        seen.append(clock.now - T0 - 4.9 - STANDSTILL_S)
+    assert seen == pytest.approx([1.0, STANDSTILL_S, STANDSTILL_S, 0.1 + STANDSTILL_S, 0.1 + STANDSTILL_S, 4.1])
+    assert clock.stood_s == pytest.approx(70.0 + 30.0 - 2 * STANDSTILL_S)
+
+
+def test_a_nodes_deadline_does_not_move_with_a_standstill_of_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    steady, wrong_s = Steady(), [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: T0 - 77.0 + steady.at + wrong_s[0]))
+    clock, deadlines = ControlClock(T0, steady), Deadlines()
+
+    def left_s() -> float:
+        notice = deadlines.notice({"a": T0 + 300.0}, clock)
+        return notice.deadlines["a"] - clock.now
+
+    assert left_s() == pytest.approx(300.0)
+    steady.at += 100.0
+    assert left_s() == pytest.approx(200.0), "before its first tick"
+    clock.tick()
+    assert left_s() == pytest.approx(200.0)
+    notice = deadlines.notice({"b": T0 + 300.0}, clock)
+    assert notice.deadlines["b"] - notice.ahead_s == pytest.approx(T0 + 300.0), "as the log has it"
+    assert notice.deadlines["b"] - clock.now == pytest.approx(200.0)
+    assert left_s() == pytest.approx(200.0)
+    wrong_s[0] = 3600.0  # the host's clock is set
+    assert left_s() == pytest.approx(200.0)

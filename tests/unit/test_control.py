@@ -14,7 +14,7 @@ from regrow.control.core import DEVICE_PATIENCE_S, Fenced
 from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, AT_MOST_S, REFUSED_S, Links
-from regrow.control.membership import Member
+from regrow.control.membership import LAST_CALL_S, Member
 from regrow.control.past import Past, Rollbacks, group_of, is_submitted
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
@@ -1985,6 +1985,8 @@ def test_a_member_that_a_group_was_formed_without_was_lost_by_the_one_before() -
     told(e.Died((("node", 3),), 2, "worker_died", "gone"))
     told.join(one(2))
     told.now += told.control.group.membership.patience_s + 1.0
+    assert told.ask("m2", before).formation is None
+    told.now += LAST_CALL_S
     answer = told.ask("m2", before)
     assert answer.formation is not None
     assert [member.id for member in answer.formation.members] == ["m2"]
@@ -1992,6 +1994,25 @@ def test_a_member_that_a_group_was_formed_without_was_lost_by_the_one_before() -
     assert (left_out["cause"], left_out["ranks"], left_out["generation"]) == ("worker_hung", [0], before)
     forming = {"event": "forming", "generation": before + 1, "members": [asdict(one(2))]}
     assert group_of([{"event": "failure", "time": 1.0, **left_out}, forming], before + 1).lost is None
+
+
+@pytest.mark.parametrize("blocked_s", [0.0, 12.0, 60.0])
+def test_survivors_whose_joins_are_queued_behind_the_first_ones_question_are_not_left_out(blocked_s: float) -> None:
+    """The coordinator answered no call for a while: the group was formed of the first, and healthy ones were ended."""
+    told = Told(max_workers=4, min_workers=1)
+    told.form(*(one(pid, f"n{pid}") for pid in (1, 2, 3, 4)))
+    told.begin(["n1", "n2", "n3", "n4"])
+    told.row(1)
+    told(e.Gone("n4", 4))
+    told.join(one(1, "n1"))
+    assert told.ask("m1", 1).formation is None
+    told.now += blocked_s
+    assert told.ask("m1", 1).formation is None
+    told.join(one(2, "n2"), one(3, "n3"))
+    formation = told.ask("m2", 1).formation
+    assert formation is not None
+    assert [member.id for member in formation.members] == ["m1", "m2", "m3"]
+    assert told.of(c.Kill) == []
 
 
 @pytest.mark.parametrize("lost", [(1,), (0, 1)])
@@ -2004,6 +2025,8 @@ def test_newcomers_do_not_wait_for_ever_for_survivors_that_died_while_the_coordi
     told.now += told.control.group.membership.patience_s - 1.0
     assert (told.ask("m3").formation is None) == (lost == (1,))
     told.now += 2.0
+    told.ask("m3")
+    told.now += LAST_CALL_S
     answer = told.ask("m3")
     assert answer.formation is not None
     assert [member.id for member in answer.formation.members] == ["m3", "m4"]

@@ -60,6 +60,7 @@ FAULTS: dict[str, Callable[[World, int], None]] = {
     "drain": lambda world, number: world.drain(_nth(world.nodes, number)),
     "maintenance": lambda world, number: world.maintain(_nth(world.nodes, number)),
     "zombie": lambda world, number: world.zombie(),
+    "standstill": lambda world, number: world.stand_still(10.0 * (number + 1)),
 }
 
 
@@ -104,6 +105,23 @@ def test_a_coordinator_killed_right_after_it_heard_of_a_death_does_not_wait_for_
     while world.newest_generation == first.formation.generation:
         world.run_for(0.5)
     assert formed_s[0] <= world.now - killed_at <= formed_s[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_coordinator_that_stood_still_ends_no_worker_that_waited_for_it(seed: int) -> None:
+    """A rank is lost, and some of the others have come to form the next group when their coordinator is stopped."""
+    world, rng = World(seed, num_nodes=4, last_step=40), random.Random(seed)
+    while not world.rows:
+        world.run_for(1.0)
+    world.kill_worker(_nth(world.workers, seed))
+    world.run_for(2.0 * rng.random())
+    world.stand_still(70.0)
+    world.run(2000.0)
+    world.check_log()
+    assert world.done
+    causes = {fields["cause"] for _, name, fields in world.events if name == "failure"}
+    assert "worker_died" in causes
+    assert causes <= {"worker_died", "worker_failed"}  # a collective's timeout, while rank 0 waits for an answer
 
 
 def test_a_notice_is_known_to_a_coordinator_that_was_restarted_after_it() -> None:

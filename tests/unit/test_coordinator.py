@@ -46,6 +46,7 @@ from regrow.record.work import RATIOS
 from regrow.runtime import actor as module
 from regrow.runtime import calls, driver, fleet, interrupts, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator, start_coordinator
+from regrow.runtime.clock import ControlClock
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
 from regrow.runtime.keeper import KeeperInfo, KeeperSettings
@@ -417,6 +418,42 @@ def test_a_coordinator_that_is_restarted_tells_metrics_when_the_newest_step_ende
     again = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
     again.shell.close()
     assert told["regrow_last_step_timestamp_seconds"][0] == ended_at
+
+
+def test_what_a_drain_is_logged_with_is_the_hosts_time_whatever_the_coordinator_stood_still(
+    coordinator: Coordinator,
+) -> None:
+    keepers = [Keeper("n1"), Keeper("n2")]
+    for keeper in keepers:
+        coordinator.register_keeper(Handle(keeper), keeper.info)
+    generation = generation_of(join(coordinator, one(1, "n1"), one(2, "n2")))
+    coordinator.start_training(generation, 0, {"workers": [{"node": "n1"}, {"node": "n2"}]})
+    begun = time.time()
+    coordinator.shell.clock = ControlClock(begun - 3600.0)
+    assert coordinator.drain("n2") == ""
+    (logged,) = events_of(coordinator, "drain")
+    assert begun - 1.0 <= logged["deadline"] <= time.time() + 1.0
+
+
+def test_a_coordinator_that_stood_still_ends_no_newcomers_whose_first_step_it_could_not_hear_of(
+    coordinator: Coordinator,
+) -> None:
+    stopped_s, keepers = [0.0], {f"n{pid}": Keeper(f"n{pid}") for pid in (1, 2, 3)}
+    coordinator.shell.clock = ControlClock(time.time(), lambda: time.monotonic() + stopped_s[0])
+    for keeper in keepers.values():
+        coordinator.register_keeper(Handle(keeper), keeper.info)
+    for pids in ((1, 2), (1, 2, 3)):
+        generation = generation_of(join(coordinator, *(one(pid, f"n{pid}") for pid in pids)))
+        coordinator.start_training(generation, 0, {"workers": [{"node": f"n{pid}"} for pid in pids]})
+        if len(pids) == 2:
+            coordinator.row(generation, row(generation, 1))
+    group = coordinator.shell.control.group
+    assert group.first_steps.new == {"m3"}
+    stopped_s[0] = group.first_steps.patience_s + 10.0
+    coordinator.shell.tick()
+    assert coordinator.row(generation, row(generation, 1)) == RowAnswer()
+    assert events_of(coordinator, "failure") == []
+    assert [keeper.killed for keeper in keepers.values()] == [[], [], []]
 
 
 def test_the_nodes_of_ray_are_fetched_once_a_while_though_every_rank_asks_for_neighbours(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import PretrainConfig
-from regrow.control.membership import Formation, Member, Membership
+from regrow.control.membership import LAST_CALL_S, Formation, Member, Membership
 from regrow.plan.topology import fewest_ranks, topology_table
 
 
@@ -47,6 +47,21 @@ def test_survivors_form_at_once_when_the_dead_are_known() -> None:
     assert (names(formation), formation and formation.generation) == ("ac", 2)
 
 
+def test_members_that_come_at_the_last_call_are_in_the_group_and_the_next_one_has_its_own() -> None:
+    """Their calls were queued behind that which was answered first, of a coordinator that could not answer."""
+    made = started("abc")
+    joined(made, "a", 5.0)
+    assert made.form(5.0 + 10 * made.patience_s) is None
+    assert names(joined(made, "bc", 5.0 + 10 * made.patience_s)) == "abc"
+    again = 1000.0 + 10 * made.patience_s
+    joined(made, "a", 1000.0)
+    assert made.form(again) is None
+    made.died(["a"])  # and none looks any more
+    joined(made, "b", again + 50.0)
+    assert made.form(again + 50.0 + made.patience_s) is None
+    assert made.left_out == []
+
+
 def test_a_death_while_it_forms_voids_it() -> None:
     made = started("abc")
     made.died(["b"])
@@ -60,7 +75,10 @@ def test_who_says_nothing_is_left_out_after_a_while_and_may_come_back() -> None:
     made = started("abc")
     joined(made, "ab", 5.0)
     assert made.form(5.0 + made.patience_s - 0.1) is None
-    assert names(made.form(5.0 + made.patience_s)) == "ab"
+    late = 5.0 + made.patience_s
+    assert made.form(late) is None  # it may have said so, and was not heard yet
+    assert made.form(late + LAST_CALL_S - 0.1) is None
+    assert names(made.form(late + LAST_CALL_S)) == "ab"
     assert [each.id for each in made.left_out] == ["c"]
     made.join(member("c"), expected=1, now=50.0)
     assert not made.wants_to_grow(50.1)  # others may be about to come, too

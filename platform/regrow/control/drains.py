@@ -66,7 +66,7 @@ class Drains:
         problem = self._why_not(event.node, now)
         if not problem and event.node not in exclusions.asked:
             exclusions.asked.add(event.node)
-            self._group.out.record("drain", node=event.node, deadline=now, asked=True)
+            self._group.out.record("drain", node=event.node, deadline=now - event.ahead_s, asked=True)
             if event.node in self._snapshots.keepers.outside:
                 self._snapshots.replan()
         self._group.out.append(Reply(problem))

@@ -387,6 +387,7 @@ class DrainAsked:
     """
 
     node: str
+    ahead_s: float = 0.0  # the clock of `now`, of unix time
 
 
 @dataclass(frozen=True)

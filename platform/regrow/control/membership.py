@@ -21,6 +21,7 @@ from functools import cached_property
 
 from regrow.plan.tree import parent_of
 
+LAST_CALL_S = 1.0  # for members that are late: their calls may wait where the coordinator has not answered for a while
 NODE_NAME = "REGROW_NODE_NAME"  # environment: the host's name, where a process would see that of a pod
 
 
@@ -113,6 +114,7 @@ class Membership:
     _absent: dict[str, Member] = field(default_factory=dict)  # those of them that do not wait
     _first_at: float = 0.0  # of those waiting that the group is formed of: members of the current one, if any live
     _last_at: float = 0.0
+    _late_at: float | None = None  # when it was first seen that members are
     _broke: bool = False  # `is_breaking`, and since `_first_at`
     _announced: int = 0  # the most that were, since all were started anew
     _could_grow_at: float | None = None  # since when a larger group could be formed
@@ -126,7 +128,7 @@ class Membership:
         self.waiting[member.id] = member
         self._absent.pop(member.id, None)
         if not self._broke and self.is_breaking:
-            self._broke, self._first_at = True, now
+            self._broke, self._first_at, self._late_at = True, now, None
 
     def turn_away(self, member_id: str) -> None:
         """A process does not wait any more: it is to end, and has not yet."""
@@ -244,7 +246,11 @@ class Membership:
         """The next generation, if it can be formed now."""
         if not self.waiting or self.must_wait(now):
             return None
-        if missing := self.missing:
+        missing = self.missing
+        self._late_at = (now if self._late_at is None else self._late_at) if missing else None
+        if self._late_at is not None and now - self._late_at < LAST_CALL_S:
+            return None
+        if missing:
             self.left_out += missing
             self.died(member.id for member in missing)
             if self.must_wait(now):

@@ -59,7 +59,7 @@ class Drained:
 
     def drain(self, node: str) -> str:
         """Have the group leave a node, and start no worker there; why it cannot, or empty."""
-        problem = str(self.shell.tell(e.DrainAsked(node)))
+        problem = str(self.shell.tell(e.DrainAsked(node, self.shell.now - time.time())))
         self.shell.await_log()
         return problem
 
@@ -336,7 +336,7 @@ class Coordinator(Seats, Drained, Verified):
         are on nodes where some were started lately."""
         for node, pid, cause, detail in dead:
             self.shell.tell(e.Died(((node, pid),), left, cause, detail))
-        self.shell.tell(self._deadlines.notice(draining, self.shell.now))
+        self.shell.tell(self._deadlines.notice(draining, self.shell.clock))
         self.shell.tell(e.Placed(dict(placed)))
 
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from regrow.record.events import from_row
 from regrow.record.log import RANKS, RunLog, encode
 from regrow.record.relative import without_lists
 from regrow.runtime.board import Board
+from regrow.runtime.clock import ControlClock
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.liveness.probe import RollCall
 from regrow.runtime.log_writer import LogWriter
@@ -61,7 +62,7 @@ class _Formed:
 
 
 class Shell:
-    """Safe to use from several threads. `now` is unix time at the start, and steady from there."""
+    """Safe to use from several threads. `now` is control's; see `clock.ControlClock`."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Shell:
         """`events` are the log's so far; `instruments` is `ray.util.metrics`, or None."""
         self._config, self._folder = config, folder
         self.lock = threading.RLock()
-        self._started = time.time() - time.monotonic()
+        self.clock = ControlClock(time.time())
         first_message = claim.number * MESSAGES
         self.control = Control(config, is_whole=is_whole, now=self.now, past=past, first_message=first_message)
         self._writer = LogWriter(self._tell_of_storage)
@@ -134,7 +135,7 @@ class Shell:
 
     @property
     def now(self) -> float:
-        return self._started + time.monotonic()
+        return self.clock.now
 
     def start(self) -> None:
         """From here on time passes."""
@@ -206,6 +207,7 @@ class Shell:
     def tick(self) -> None:
         """Take in what keepers and storage have answered, and let control decide what time alone decides."""
         with self.lock:
+            self.clock.tick()
             for event in [*self.fleet.answers(), *self.publisher.done()]:
                 try:
                     self.tell(event)
