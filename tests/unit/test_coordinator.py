@@ -847,6 +847,37 @@ def test_a_run_whose_storage_stays_away_ends_and_says_what_is_lost(
         assert "storage is away" in made.close(2, "finished", "", keep=False)
 
 
+@pytest.mark.parametrize(
+    ("is_local", "lost"),
+    [
+        (True, "the last 6 rows and events of the run's log are lost"),
+        (False, "at least the last 6 rows and events of the run's log are lost"),
+    ],
+)
+def test_what_is_lost_is_counted_in_rows_and_events(
+    is_local: bool, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of TensorBoard, ranks.json, flushes and closes counted, too."""
+    monkeypatch.setattr(shell, "CLOSE_S", 0.3)
+    if not is_local:
+        away(tmp_path, monkeypatch)
+    config = PretrainConfig(observe=ObserveConfig(tensorboard=is_local, metrics=False))
+    made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
+    generation = train(made, Keeper("node"))
+    made.row(generation, row(generation, 1))
+    until(lambda: read_metrics(Storage.at(tmp_path)))
+    failing = "regrow.record.log._Appender.append" if is_local else "regrow.record.log.RunLog.flush"
+    monkeypatch.setattr(failing, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    if not is_local:
+        made.shell._writer.put(made.shell._log.flush)
+        until(lambda: any("cannot be written" in each["text"] for each in events_of(made, "note")))
+    for step in range(2, 6):
+        made.row(generation, row(generation, step))
+    until(lambda: any("cannot be written" in each["text"] for each in events_of(made, "note")))
+    monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
+    assert made.close(5, "finished", "", keep=False) == f"storage is away: {lost}"  # its note, and "stopped"
+
+
 def test_what_the_log_does_not_take_is_tried_until_it_does_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full for a while."""
     monkeypatch.setattr(log_writer, "RETRY_S", 0.01)

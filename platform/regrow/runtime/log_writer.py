@@ -23,7 +23,7 @@ class LogWriter:
     def __init__(self, tell: Callable[[str], None]) -> None:
         """`tell` gets one line when storage stays away, and one when it is back; from the writer's thread."""
         self._tell = tell
-        self._works: deque[Callable[[], object]] = deque()
+        self._works: deque[tuple[Callable[[], object], bool]] = deque()  # and whether it is a line of the log
         self._changed = threading.Condition()
         self._put = self._done = 0  # works, so far
         self._busy_since: float | None = None  # with the first of them
@@ -33,11 +33,14 @@ class LogWriter:
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
-    def put(self, work: Callable[[], object]) -> int:
-        """Have something written after all that was put before; the number to `wait` for."""
+    def put(self, work: Callable[[], object], *, is_line: bool = False) -> int:
+        """Have something written after all that was put before; the number to `wait` for.
+
+        `is_line`: it is a row or an event of the log, which counts where it is lost.
+        """
         with self._changed:
             if not self._closed:
-                self._works.append(work)
+                self._works.append((work, is_line))
             self._put += 1
             self._changed.notify_all()
             return self._put
@@ -67,13 +70,19 @@ class LogWriter:
             self._changed.notify_all()
             return len(self._works)
 
+    @property
+    def num_lines(self) -> int:
+        """Rows and events among the works that are not done."""
+        with self._changed:
+            return sum(is_line for _, is_line in self._works)
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._works or self._closed)
                 if self._closed:
                     return
-                work = self._works[0]
+                work, _ = self._works[0]
             self._busy_since = time.monotonic()
             try:
                 work()

@@ -166,7 +166,7 @@ class Shell:
         """Into the log, and to all that show it."""
         with self.lock:
             typed = from_row({"time": time.time(), "event": event, **fields})
-            self._writer.put(lambda: self._log.event(typed))
+            self._writer.put(lambda: self._log.event(typed), is_line=True)
             self.metrics.event(typed)
             self._update("event", without_lists(typed.to_row()))
 
@@ -190,10 +190,9 @@ class Shell:
             self.roll_call.close()
             self._writer.put(self._log.close)
             self.board.close()
-        left = self._writer.close(CLOSE_S)
-        if left:
+        if self._writer.close(CLOSE_S):
             self.publisher.close(0.0)
-            return f"storage is away: the last {left} rows and events of the run's log are lost"
+            return f"storage is away: {_lost(self._writer.num_lines, is_local=self._folder.is_local)}"
         deleted = self.publisher.close(DELETE_S)
         return "" if deleted else "old checkpoints are still being deleted: the next attempt goes on with it"
 
@@ -250,7 +249,7 @@ class Shell:
 
     def _log_row(self, command: c.LogRow) -> None:
         row = dict(command.row)
-        self._writer.put(lambda: self._log.row(row, is_late=command.is_late))
+        self._writer.put(lambda: self._log.row(row, is_late=command.is_late), is_line=True)
         self.board.row(row)
         self.metrics.row(row)
         self._update("row", row)
@@ -311,3 +310,11 @@ class Shell:
 
     def _flush_log(self) -> None:
         self._writer.flush(self._log.flush, FLUSH_S)
+
+
+def _lost(num_lines: int, *, is_local: bool) -> str:
+    """What the log lacks, where so many lines were not written; an object store may not have some before them."""
+    if num_lines == 0:
+        return "the last rows and events of the run's log may be lost"
+    least = "" if is_local else "at least "
+    return f"{least}the last {num_lines} rows and events of the run's log are lost"
