@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from regrow.control import events as e
-from regrow.control.membership import Member, Membership
+from regrow.control.membership import LAST_CALL_S, Member, Membership
 from regrow.control.nodes import MARGIN_S, Exclusions
 from support.told import Told, one
 
@@ -155,5 +155,7 @@ def test_a_newcomer_that_is_left_out_for_its_silence_counts_as_a_failure_of_its_
     told.form(one(1, "a"), one(2, "b"), one(3, "new"))
     told.join(one(1, "a"), one(2, "b"))
     told.now += 120.0
+    told.ask("m1", 2)
+    told.now += LAST_CALL_S
     assert told.ask("m1", 2).formation is not None
     assert told.control.excluded_nodes(told.now) == {"new"}
