@@ -1090,6 +1090,67 @@ def restarted(told: Told, *, stored: Iterable[int] = (), **cluster: Any) -> Told
     return again
 
 
+def first_order(told: Told, step: int) -> int:
+    """The first step after this one, a minute each, that is to be a checkpoint."""
+    while not told.of(c.Write):
+        step, told.now = step + 1, told.now + 60.0
+        told.row(step)
+        told.seal(Version(told.control.generation, step), told.peers)
+    return int(told.of(c.Write)[0].version.step)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "stored", "step"),
+    [
+        (CheckpointConfig(every_steps=10), (), 11),
+        (CheckpointConfig(every_steps=10), (3,), 11),
+        (CheckpointConfig(every_steps=None, every_minutes=10), (), 11),
+        (CheckpointConfig(every_steps=None, every_minutes=12), (), 12),
+        (CheckpointConfig(every_steps=None, every_minutes=12), (3,), 14),  # of which the log says that it took 30 s
+    ],
+)
+def test_a_coordinator_that_is_restarted_during_a_checkpoint_orders_it_again_at_once(
+    checkpoint: CheckpointConfig, stored: tuple[int, ...], step: int
+) -> None:
+    """With none in storage it waited for a whole interval, and by time always."""
+    told = training("ab", checkpoint=checkpoint)
+    for each in range(1, 11):
+        told.row(each)
+        told.now += 60.0
+        told.seal(Version(1, each), told.peers)
+    began = 1000.0 - 10 * 60.0
+    events = [{**event, "time": began} for event in log_of(told)]
+    events += [{"event": "checkpoint", "step": each, "time": began + 150.0, "seconds": 30.0} for each in stored]
+    again = Told(Past.of(events, generation=1, logged=10, stored=stored, restarted=True), checkpoint=checkpoint)
+    for node in "ab":
+        again(e.KeeperUp(node, node, (node, 1)))
+    held = tuple((node, Version(1, 10), [Shard(Version(1, 10), node, 2, 10)]) for node in "ab")
+    again(e.KeepersFound(held, 1))
+    again(group_of(events, 1))
+    assert first_order(again, 10) == step
+
+
+@pytest.mark.parametrize(
+    ("stored", "at", "step"),
+    [((100,), 205, 206), ((200,), 205, 300), ((), 105, 106), ((), 95, 100), ((100,), 100, 200)],
+)
+def test_a_job_that_goes_on_from_memory_orders_the_checkpoint_that_the_one_before_had_begun(
+    stored: tuple[int, ...], at: int, step: int
+) -> None:
+    """The next one was that of a whole interval later: of step 300, with 100 in storage."""
+    checkpoint, submitted = CheckpointConfig(every_steps=100), {"event": "submitted", "time": 1000.0}
+    began = {"event": "generation", "generation": 1, "start_step": 0, "time": 1000.0, "workers": []}
+    past = Past.of([submitted, began, submitted], generation=1, logged=at, stored=stored, restarted=False)
+    told = Told(past, checkpoint=checkpoint)
+    for node in "ab":
+        told(e.KeeperUp(node, node, (node, 1)))
+    held = Version(1, at)
+    told(e.KeepersFound(tuple((node, held, [Shard(held, node, 2, at)]) for node in "ab"), 1))
+    told.form(one(0, "a"), one(1, "b"))
+    told.begin("ab", at)
+    assert first_order(told, at) == step
+
+
 @pytest.mark.parametrize("is_old", [False, True], ids=["new log", "old log"])
 def test_a_coordinator_that_was_restarted_gives_the_seats_of_a_group_that_still_meets(is_old: bool) -> None:
     """Some of its members have theirs and wait for the rest, where they listen in this generation."""

@@ -99,8 +99,8 @@ class Control:
         self._takeover = Takeover(past, self.group, self.snapshots, self.corruptions, self._rows, self._out)
         self._num_failures, self._restore_s = 0, 0.0
         self._at_risk, self._handlers = AtRisk(self.group, self.snapshots), _handlers(self)
-        if past.restarted and past.stored:
-            self.cadence.resumed(max(past.stored), now)
+        if past.generation:  # what was being written is not there, and what has been trained since is in memory alone
+            self.cadence.resumed(max(past.stored, default=0), min(past.stored_at or now, now))
         if past.trained is not None:
             self.group.ending = Finished()
             self.snapshots.checkpoints.ask(past.trained, "the run ends", now)

@@ -2,7 +2,7 @@
 
 import base64
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from regrow.control.membership import Member
 from regrow.control.troubles import ERROR, LOSS, LOSSES
 from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause, Corruption, from_row
+from regrow.record.log import positive
 
 Row = Mapping[str, Any]
 
@@ -53,6 +54,7 @@ class Past:
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
     failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps.failed`
     logged_at: float = 0.0  # when the last step that has a row ended, unix time; 0: none has
+    stored_at: float = 0.0  # when the newest of `stored` was begun, else the first group; unix time; 0: not known
 
     def counts(self, version: Version) -> bool:
         """Whether a snapshot that keepers hold, of whatever group, may be gone on from, as far as the log tells."""
@@ -83,6 +85,7 @@ class Past:
         past = Past(
             generation, logged, steps, restarted, drained, limit, began, _discarded(events), logged_at=logged_at
         )
+        past = replace(past, stored_at=_stored_at(events, steps))
         if not restarted:
             return past
         events, rollbacks = of_job(events, job), Rollbacks()
@@ -224,6 +227,14 @@ def _known(stored: Iterable[int], events: Sequence[Row], limit: int | None) -> t
         elif event["event"] == "corruption":
             there = {step: None for step in there if step <= event["verified_step"]}
     return (*steps, *there)
+
+
+def _stored_at(events: Sequence[Row], steps: Collection[int]) -> float:
+    """Of those checkpoints that the log has, and without one when the first group was ready."""
+    written = {event["step"]: event for event in events if event["event"] == "checkpoint"}
+    begun = {step: positive(each.get("time")) - positive(each.get("seconds")) for step, each in written.items()}
+    ready = (positive(event.get("time")) for event in events if event["event"] == "generation")
+    return begun[max(there)] if (there := begun.keys() & steps) else next(ready, 0.0)
 
 
 def _drained(events: Sequence[Row]) -> frozenset[str]:
