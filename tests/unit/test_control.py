@@ -1405,6 +1405,21 @@ def test_a_coordinator_that_was_restarted_allows_no_more_rollbacks_than_one_that
     assert Past.of(log_of(told), generation=1, logged=0, stored=(), restarted=True).rollbacks == Rollbacks(1, 5)
 
 
+def test_a_rollback_that_a_coordinator_is_told_of_again_counts_once() -> None:
+    """The one before had it in the log and died before it answered: Ray makes the call again."""
+    told = training("a")
+    told.row(1)
+    told(e.NotFinite(1, 2, "loss is nan"))
+    again = restarted(told)
+    again(e.NotFinite(1, 2, "loss is nan"))
+    assert (again.control.ending, again.records("failure")) == (None, [])
+    assert again.form(one(0, "a")).generation == 2
+    again.begin("a")
+    again.row(1)
+    again(e.NotFinite(2, 2, "loss is nan"))
+    assert isinstance(again.control.ending, GivenUp)
+
+
 def test_what_keepers_hold_does_not_count_where_a_group_after_it_went_another_way() -> None:
     """Of another door, or another cluster, which knew nothing of these keepers; the log has all groups."""
     told = training("ab")

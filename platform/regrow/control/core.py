@@ -252,6 +252,8 @@ class Control:
 
     def _not_finite(self, event: e.NotFinite, now: float) -> None:
         """Back to storage, or to the end. What is in memory went wrong with it."""
+        if self._takeover.knows(event):
+            return
         self.snapshots.discard(now)
         self.group.failed(Cause.nonfinite, event.detail, [], step=event.step)
         if self._rollbacks.again(event.step) > self._config.train.nonfinite_rollbacks:

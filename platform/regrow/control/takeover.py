@@ -2,7 +2,7 @@
 
 from regrow.control.commands import Outbox, TellOver
 from regrow.control.corruption import Corruptions
-from regrow.control.events import Began, KeepersFound, Restarted, Row, RowsAgain
+from regrow.control.events import Began, KeepersFound, NotFinite, Restarted, Row, RowsAgain
 from regrow.control.group import Group
 from regrow.control.membership import Formation
 from regrow.control.past import Past
@@ -60,6 +60,10 @@ class Takeover:
             snapshots.commits.discard()
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
+
+    def knows(self, event: NotFinite) -> bool:
+        """Whether the coordinator before was told, too: it died before it answered, and the call was made again."""
+        return self._past.restarted and self._past.discarded == event.generation
 
     def unseen(self, event: Row | RowsAgain) -> Began | None:
         """Of a group that trains, by its row, though the log does not say so: the coordinator before died in between.
