@@ -480,6 +480,14 @@ def test_old_checkpoints_are_deleted_by_a_coordinator_that_was_restarted_not_by_
     assert len(told.of(c.Delete)) == restarted
 
 
+def test_a_coordinator_that_is_restarted_deletes_none_for_one_that_may_not_have_been_read_back() -> None:
+    """COMMIT of 10 was there and its read-back under way: the oldest went at once, and 10 was never read."""
+    told = uploading()
+    all_written(told, 1, "abc", read_back=False)
+    again = restarted(told, stored=[10, 6, 3])
+    assert again.of(c.Delete) == [c.Delete(unread=10)]
+
+
 def test_whoever_waits_is_told_when_the_run_is_over() -> None:
     told = Told()
     told(e.Done())

@@ -264,6 +264,17 @@ def test_a_commit_does_not_wait_for_the_deletion_of_old_checkpoints_which_spares
     publisher.close()
 
 
+def test_a_checkpoint_that_may_not_have_been_read_back_counts_for_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    folder, publisher = Storage.at(tmp_path), publisher_in(tmp_path)
+    for step in (5, 20, 30):
+        save_one_by_one(folder, [whole_entry("w", torch.zeros(3))], scalars={"step": step}, run_id="run")
+    for command, left in ((c.Delete(unread=30), [30, 20, 5]), (c.Delete(), [30, 20])):
+        publisher.delete(command)
+        assert until(publisher.done) == [e.Deleted("")]
+        assert committed_steps(folder) == left
+    publisher.close()
+
+
 def test_a_commit_that_is_withdrawn_is_no_checkpoint(tmp_path: Path) -> None:
     publisher, folder = publisher_in(tmp_path), Storage.at(tmp_path)
     publisher.commit("step-00000010", b"{}", fence=lambda: None)

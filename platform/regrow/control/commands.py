@@ -261,9 +261,10 @@ class NoteDamaged:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete checkpoints that are more than is kept, but for that of step `spared`; NOTHING: none is."""
+    """Delete checkpoints that are more than is kept. Those of these steps neither count nor go; NOTHING: none."""
 
-    spared: int = NOTHING
+    spared: int = NOTHING  # verified
+    unread: int = NOTHING  # not read back, it may be
 
 
 Command = (

@@ -1,6 +1,7 @@
 """The newest checkpoint is read once by the nodes that wrote it, before older ones are deleted for it. Pure."""
 
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 
 from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack, ReadBackAll
 from regrow.control.events import Deleted, HasReadBack, Spoken
@@ -61,6 +62,11 @@ class StoredSteps:
     def deletions(self) -> list[Delete]:
         """That of old ones."""
         return [] if self.spared is None else [Delete(self.spared)]
+
+    @property
+    def deletions_left(self) -> list[Delete]:
+        """That of those which a coordinator before may have died deleting, or reading back the newest first."""
+        return [replace(each, unread=self.newest) for each in self.deletions]
 
     @property
     def _later(self) -> list[int]:

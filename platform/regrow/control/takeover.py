@@ -36,7 +36,7 @@ class Takeover:
         """Go on with the group that trains, which may not even have noticed."""
         group, snapshots = self._group, self._snapshots
         self._out.record("coordinator_restarted", generation=group.generation)
-        self._out.extend(snapshots.checkpoints.steps.deletions)  # the one before it may have died doing so
+        self._out.extend(snapshots.checkpoints.steps.deletions_left)
         if not event.members:
             return  # no group was formed since the driver started
         group.formation = Formation(group.generation, event.members)
