@@ -101,12 +101,13 @@ def losses(training: Training) -> list[tuple[float, float, int]]:
         ),
     ],
 )
-def test_fifty_losses_equal_those_of_one_process(world_size, parallel):
-    training = Training(MODEL if world_size <= 4 else DEEPER, parallel, OPTIM, num_steps=50, noise=0.2)
+@pytest.mark.parametrize("num_steps", [15, pytest.param(50, marks=LONG)])
+def test_losses_equal_those_of_one_process(world_size, parallel, num_steps):
+    training = Training(MODEL if world_size <= 4 else DEEPER, parallel, OPTIM, num_steps=num_steps, noise=0.2)
     want = plain_losses(training)
     for got in run_ranks(losses, world_size, training, deadline_s=500.0):
         assert [loss for loss, _, _ in got] == pytest.approx(want, abs=1e-5)
-        assert [tokens for _, _, tokens in got] == [10 * 16] * 50
+        assert [tokens for _, _, tokens in got] == [10 * 16] * num_steps
 
 
 def test_losses_within_documents_equal_those_of_one_process():
