@@ -101,10 +101,13 @@ class Root:
         return self.commands
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+@pytest.fixture(scope="module")
+def with_ray() -> Iterator[None]:
+    with (
+        tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True) as temporary,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
         ray.init(
             address="local",
             num_cpus=2,
@@ -115,9 +118,15 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             _temp_dir=f"{temporary}/ray",
         )
         try:
-            yield Path(temporary)
+            yield
         finally:
             ray.shutdown()
+
+
+@pytest.fixture
+def folder(with_ray: None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)
 
 
 def start_keepers(folder: Path) -> tuple[Any, dict[str, Any], list[Any]]:

@@ -68,20 +68,14 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@contextmanager
-def two_cpus() -> Iterator[None]:
-    """A cluster of Ray."""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray of two CPUs."""
     temporary = tempfile.mkdtemp(prefix="rg", dir="/tmp")  # socket paths below it have to stay short
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=temporary)
     yield
     ray.shutdown()
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    with two_cpus():
-        yield
 
 
 @pytest.mark.usefixtures("cluster")
@@ -104,6 +98,7 @@ def test_ray_tasks_write_the_same_bytes_and_raise_the_same_errors(
         list(on_ray(refuse, [7]))
 
 
+@pytest.mark.usefixtures("cluster")
 def test_a_cluster_needs_no_gpus_for_preparing(
     config: DataConfig,
     expected: dict[str, bytes],
@@ -115,9 +110,8 @@ def test_a_cluster_needs_no_gpus_for_preparing(
 
     @contextmanager
     def running(config: ClusterConfig) -> Iterator[Connection]:
-        with two_cpus():
-            check_room(config)
-            yield Connection("", "")
+        check_room(config)
+        yield Connection("", "")
 
     monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
     monkeypatch.setattr(cluster_module, "cluster_for", running)
