@@ -32,7 +32,7 @@ from regrow.control.states import (
     Waiting,
 )
 from regrow.control.too_few import YIELD_S
-from regrow.control.troubles import ERROR, LOSS, MAX_FAILED_GENERATIONS
+from regrow.control.troubles import ERROR, LOSS, MAX_FAILED_GENERATIONS, MAX_REPEATED, OTHERS_S
 from regrow.control.values import NEVER, PartTimes, Peer, Version
 from regrow.plan.mesh import ALONE
 from regrow.record.events import Cause, Checkpoint, from_row
@@ -1363,6 +1363,69 @@ def test_a_group_that_has_done_a_step_has_not_failed_for_the_next_coordinator_ei
     for step in (0, 0, 1):
         told.form(one(1))
         told.begin(["node"], step)
+def errs_in_turn(told: Told, groups: Iterable[tuple[int, int]]) -> int:
+    """How many groups there are, which all break by an error: of each from which step it goes on, and how far."""
+    for number, (start, reached) in enumerate(groups):
+        told.join(one(1, "a"), one(2, "b"))
+        if told.ask("m1", told.control.generation).formation is None:
+            return number
+        told.begin("ab", start)
+        for step in range(start + 1, reached + 1):
+            told.row(step)
+        told(e.Broke(told.control.generation, "rank 0: RuntimeError: NCCL: link flap"))
+    return number + 1
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(10 * number, 10 * number + 12) for number in range(20)],
+        [(0, 5 + number) for number in range(20)],
+        [(0, 100), *[(0, 12)] * (MAX_REPEATED - 2), *((10 * number, 10 * number + 12) for number in range(1, 20))],
+    ],
+    ids=["each goes on from the one before", "each gets beyond the one before", "memory was lost"],
+)
+def test_groups_that_get_beyond_those_before_end_no_run_whose_log_is_further(groups: list[tuple[int, int]]) -> None:
+    """It resumed behind its log, or had gone back; a link flaps again and again."""
+    told = Told(Past(generation=3, logged=2000, stored=(0,)), min_workers=2, max_workers=2)
+    assert errs_in_turn(told, groups) == len(groups)
+    assert told.control.ending is None
+
+
+def test_an_error_at_one_step_is_the_same_where_the_row_of_that_step_came_in_time_or_not() -> None:
+    told = Told(Past(generation=3, logged=2000, stored=(0,)), min_workers=2, max_workers=2)
+    assert errs_in_turn(told, [(90, 100 + number % 2) for number in range(20)]) <= MAX_REPEATED + 1
+    assert isinstance(told.control.ending, GivenUp)
+
+
+def test_a_state_that_computed_wrong_and_is_taken_back_counts_no_error_before() -> None:
+    told = Told(min_workers=2, max_workers=2)
+    errors = [(0, 100), *((95, 100) for _ in range(MAX_REPEATED - 2))]
+    assert errs_in_turn(told, [*errors, *((number, number + 2) for number in range(20))]) == len(errors) + 20
+
+
+@pytest.mark.parametrize("how", ["an exception", "one rank's trouble"])
+def test_an_error_that_all_groups_meet_at_one_step_ends_a_run_whose_processes_all_start_anew(how: str) -> None:
+    told = Told(in_place=False, min_workers=2, max_workers=2, quarantine_failures=0)
+    for number in range(MAX_REPEATED):
+        a, b = one(2 * number + 1, "a"), one(2 * number + 2, "b")
+        told.form(a, b)
+        told.begin("ab")
+        for step in range(1, 7):
+            told.row(step)
+        if how == "an exception":
+            told(e.GroupFailed("worker_failed", "rank 0: KeyError: 7", (0, 1)))
+        else:
+            told(e.Trouble(told.control.generation, a, 2, "KeyError: 7"))
+            told.now += OTHERS_S + 1.0
+            told()
+            assert told.ask(a.id, told.control.generation).unfit
+            told(e.GroupFailed("worker_died", "rank 0: the actor died", (0,)))
+    assert told.control.ending is None
+    told.join(one(101, "a"), one(102, "b"))
+    assert "group after group failed before a new step" in told.ask("m101", told.control.generation).given_up
+
+
     past = Past.of(log_of(told), generation=3, logged=1, stored=(), restarted=True)
     assert past.failed_groups == ERROR, "the newest, which goes on from step 1"
     told.row(2)

@@ -16,7 +16,7 @@ from regrow.control.membership import Member
 from regrow.control.past import Past
 from regrow.control.phases import PHASES, Phase
 from regrow.control.states import Answer, GivenUp, Training
-from regrow.control.troubles import LEAST_FIRST_STEP_S, OTHERS_S
+from regrow.control.troubles import LEAST_FIRST_STEP_S, MAX_FAILED_GENERATIONS, MAX_REPEATED, OTHERS_S
 from regrow.errors import DataError
 from regrow.record.events import Cause
 from regrow.runtime import rendezvous, worker
@@ -403,6 +403,67 @@ def test_newcomers_that_fail_one_after_the_other_end_no_run_whose_others_do_step
         told()
         assert told.ask(A.id, told.control.generation).formation is not None
         told.begin([A.node, B.node], 98 + number)
+
+
+UPLOAD = "train.callback=my:Upload: after_step raised OSError: no token"
+
+
+def group_of(told: Told, *members: Member, start: int, steps: int) -> str:
+    """The next group, in a moment, does so many steps; why the run is given up, if it is."""
+    told.join(*members)
+    told.now += 3.0
+    answer = told.ask(members[0].id, told.control.generation)
+    if answer.formation is not None:
+        assert len(answer.formation.members) == len(members)
+        told.begin(dict.fromkeys(each.node for each in members), start)
+        for step in range(start + 1, start + steps + 1):
+            told.row(step)
+    return answer.given_up
+
+
+@pytest.mark.parametrize("others", ["come", "say so first", "have it too"])
+def test_an_error_that_one_rank_of_each_group_meets_at_a_certain_step_ends_the_run(others: str) -> None:
+    """Rank 0 alone uploads, whichever process that is; each group does the steps before anew. `others` that raise a
+    moment later find the group over, and come again."""
+    told = Told(Past(generation=1, logged=2, stored=(2,)), quarantine_failures=0)
+    members = [one(pid, f"n{pid}") for pid in range(1, 4)]
+    for number in range(4, 4 + MAX_REPEATED):
+        assert group_of(told, *members, start=2, steps=4) == ""
+        if others == "say so first":
+            told(e.Broke(told.control.generation, "rank 2: OSError: no token"))
+        for member in members[: 2 if others == "have it too" else 1]:
+            trouble(told, member, UPLOAD)
+        told.join(*members[2 if others == "have it too" else 1 :])
+        told()
+        assert told.ask(members[0].id, told.control.generation) == Answer(unfit=True)
+        members = [*members[1:], one(number, f"n{number}")]
+        if others == "have it too":
+            members[0] = one(100 + number, members[0].node)
+    assert UPLOAD in group_of(told, *members, start=2, steps=4)
+
+
+def test_one_host_that_errs_again_and_again_ends_no_run_that_others_get_on_with() -> None:
+    """It comes back with each group, as none is allowed without it, and its disk fails; the log is further."""
+    told = Told(Past(generation=1, logged=1000, stored=(0,)), min_workers=3, max_workers=3, quarantine_failures=0)
+    for number in range(3 * MAX_REPEATED):
+        bad = one(10 + number, "bad")
+        assert group_of(told, A, B, bad, start=0, steps=10 + number) == ""
+        trouble(told, bad, "a damaged disk")
+        told.join(A, B)
+        told()
+    assert told.control.ending is None
+
+
+def test_errors_before_a_step_are_as_many_after_one_that_came_behind_steps() -> None:
+    """A host in place of the bad one is tried as late as where nothing had been done before."""
+    told = Told(min_workers=3, max_workers=3)
+    for number in range(MAX_FAILED_GENERATIONS):
+        bad = one(10 + number, "bad")
+        assert group_of(told, A, B, bad, start=0, steps=0 if number else 3) == ""
+        trouble(told, bad, "a damaged disk")
+        told.join(A, B)
+        told()
+    assert group_of(told, A, B, FIT, start=0, steps=4) == ""
 
 
 def test_a_newcomer_is_not_blamed_for_a_death_of_another_rank() -> None:

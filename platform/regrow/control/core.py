@@ -219,7 +219,7 @@ class Control:
         fields |= self.snapshots.checkpoints.steps.told
         self._out.record("generation", **fields, recomputed_steps=recomputed, **details)
         self.health.begin()
-        self.group.train(now)
+        self.group.train(event.start_step, now)
 
     def _row(self, event: e.Row | e.RowsAgain, now: float) -> None:
         if (unseen := self._takeover.unseen(event)) is not None:
@@ -417,7 +417,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     nodes = NodeFailures(exclusions, membership, out)
     compiles = config.parallel.compile and (config.parallel.tp > 1 or config.parallel.cp > 1)
     timeout_s = config.train.collective_timeout_s
-    first_steps = FirstSteps(timeout_s, past.failed_groups, past.logged, compiles=compiles)
+    first_steps = FirstSteps(timeout_s, past.failed_groups, compiles=compiles)
     return Group(
         membership,
         nodes,

@@ -192,10 +192,10 @@ class Group(Losses):
 
     # a group trains, and leaves
 
-    def train(self, now: float) -> None:
-        """It is ready."""
+    def train(self, start_step: int, now: float) -> None:
+        """It is ready, to go on from this step."""
         self.cause = Cause.worker_failed  # until something else is known of this generation
-        self.first_steps.began(now)
+        self.first_steps.began(start_step, now)
         self.enter(Training(self.generation), now)
 
     def take_up(self, state: GroupState, lost: tuple[int, ...] | None, lost_at: float, now: float) -> None:

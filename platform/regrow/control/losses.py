@@ -154,8 +154,7 @@ class Losses:
     ) -> None:
         """Record why a group broke, the newest where nothing is said, and how the GPUs of these nodes were; the next
         generation carries the cause."""
-        nodes = list(nodes)
-        self.cause, self.last_failure = cause, detail
+        nodes, self.cause, self.last_failure = list(nodes), cause, detail
         self.num_failures += 1
         gpus = {node: [str(each) for each in self.health.gpus[node]] for node in nodes if node in self.health.gpus}
         broken = self.generation if generation is None else generation
@@ -230,6 +229,8 @@ class Losses:
         self.nodes.unfit(Unfit(member.node, member.pid, why), now)
         if self.in_place and member in membership.current:
             self._lose([member.id], Cause.worker_failed, why, now)
+        elif member in membership.current:  # Ray Train finds it dead, and does not know of the error
+            self.first_steps.broke(Cause.worker_failed)
 
     def expel_corrupt(self, found: Finding, detail: str, now: float) -> None:
         """The hosts of these members are given up at once; the state that they have spoilt is the caller's to drop."""
@@ -243,11 +244,10 @@ class Losses:
 
     def _end_drained(self) -> None:
         """A group trains: what waits on nodes that are out of service ends, and is started elsewhere, given room."""
-        membership = self.membership
-        for member in [each for each in membership.waiting.values() if each.node in self.nodes.exclusions.asked]:
+        for member in [each for each in self.membership.waiting.values() if each.node in self.nodes.exclusions.asked]:
             self.expelled.add(member.id)
             self.going.add((member.node, member.pid))
-            membership.turn_away(member.id)
+            self.membership.turn_away(member.id)
 
     def count_left(self, now: float) -> None:
         """Where all restart, Ray Train counts."""

@@ -58,7 +58,7 @@ class Takeover:
             snapshots.commits.roll_back(limit)
         if self._past.discarded == group.generation:
             snapshots.commits.discard()
-        group.train(now)
+        group.train(event.start_step, now)
         group.take_up(group.state, event.lost, event.lost_at, now)
 
     def knows(self, event: NotFinite) -> bool:

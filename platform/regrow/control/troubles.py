@@ -12,6 +12,7 @@ OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an er
 LEAST_FIRST_STEP_S, FIRST_STEPS = 60.0, 4.0  # a group with newcomers may form so long, or so many times the longest,
 # reading a checkpoint apart, and as long take for its first step
 MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
+MAX_REPEATED = 7  # groups in a row that break by an error, none of which has got beyond the ones before
 LOSSES = (Cause.worker_died, Cause.worker_hung, Cause.node_silent)  # which hosts cause, too: three count as one error
 ERROR, LOSS = 3, 1
 
@@ -66,8 +67,7 @@ class FirstSteps:
 
     timeout_s: float  # of a collective
     failed: int = 0  # of groups in a row without a step: ERROR or LOSS each; see `formed` and `broke`
-    trained: int = 0  # the newest step that any group has done
-    repeated: int = 0  # of groups that broke by an error, after steps that had been done before: LOSS each
+    repeated: int = 0  # groups that broke by an error after steps that had been done before; see `began` and `stepped`
     error: str = ""  # of the newest group's ranks the first that had one; empty: none has, or it is known why
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
@@ -75,6 +75,10 @@ class FirstSteps:
     is_watched: bool = False  # keepers of the newest group are asked what its ranks do
     _members: frozenset[str] = frozenset()  # of the newest group
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
+    _start: int = 0  # the step from which the newest group began that did
+    _step: int = 0  # the newest one that the newest group has done, if that is a later one
+    _broke_at: int = 0  # the newest one that any of the `repeated` has done
+    _has_repeated: bool = False  # the newest group is one of them
     _counts: int = 0  # how much it does, unless it does a step
     _since: float | None = None  # when it was last seen to get on; None: it has done a step, or there is none
     _trains: bool = False  # it does its first step, else it forms
@@ -84,24 +88,35 @@ class FirstSteps:
 
     def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
         """A group tries, and counts until it has done a step, but for one of fewer members of the one before; one that
-        had done steps counts where it broke by an error and lost none. False where too many have failed in a row."""
-        self.repeated += LOSS if self.error and self._since is None else 0
-        self.error = ""
+        had done steps counts where it broke by an error. False where too many have failed in a row."""
+        if self.error:
+            self._erred()
+        self.error, self._has_repeated, self._step = "", False, self._start
         self._counts = 0 if members < self._members else ERROR
         self.failed += self._counts
         self._not_formed = 0
         self.new = members - self.proven if members & self.proven else frozenset()
         self._members, self._held_back = members, held_back - members
         self._since, self._trains, self._took_s, self.is_watched = now, False, 0.0, False
-        return self.failed + self.repeated <= MAX_FAILED_GENERATIONS * ERROR
+        return self.failed <= MAX_FAILED_GENERATIONS * ERROR and self.repeated < MAX_REPEATED
+
+    def _erred(self) -> None:
+        """The newest group broke by an error, of one rank or more; without a step it is among those that `failed`."""
+        if self._step > self._start and not self._has_repeated:
+            self.repeated, self._has_repeated = self.repeated + 1, True
+            self._broke_at = max(self._broke_at, self._step)
 
     def reads(self, now: float) -> None:
         """A rank of the newest group reads a checkpoint."""
         if self._since is not None and not self._trains:
             self._took_s, self._since = max(self._took_s, now - self._since), now
 
-    def began(self, now: float) -> None:
-        """The newest group trains: its first step."""
+    def began(self, start_step: int, now: float) -> None:
+        """The newest group trains: its first step after this one. A later one than the group before began from is as
+        good as a new step, and after an earlier one there is nothing yet that it could repeat."""
+        if start_step != self._start:
+            self.repeated = self._broke_at = 0
+        self._start = self._step = start_step
         if self._since is not None:
             self._learn(now - self._since)
             self._since, self._trains, self._took_s = now, True, 0.0
@@ -116,14 +131,16 @@ class FirstSteps:
 
     def broke(self, cause: str) -> None:
         """The newest group has, whether it had done a step or not."""
+        if cause == Cause.worker_failed:
+            self._erred()
         self.error = ""
         if self._since is not None and self._counts == ERROR and cause in LOSSES:
             self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
     def stepped(self, step: int, now: float) -> frozenset[str]:
         """The newest group has done this step; those that it was formed without, and that had broken the one before."""
-        self.repeated = 0 if step > self.trained else self.repeated
-        self.trained, self.failed = max(step, self.trained), 0
+        self.repeated = 0 if step > self._broke_at else self.repeated
+        self._step, self.failed = max(step, self._step), 0
         if self._since is None:
             return frozenset()
         self._learn(now - self._since)
