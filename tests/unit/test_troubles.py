@@ -11,7 +11,7 @@ import ray
 from regrow.config.schema import ClusterConfig, ParallelConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
-from regrow.control.health import Pulse
+from regrow.control.health import WHERE_AGAIN_S, Pulse
 from regrow.control.membership import Member
 from regrow.control.past import Past
 from regrow.control.phases import PHASES, Phase
@@ -601,6 +601,87 @@ def test_a_newcomer_that_compiles_in_its_first_step_has_the_time_of_a_phase_that
     assert 180.0 < second < 200.0
     (failure,) = told.records("failure")
     assert "in first_step for" in failure["detail"]
+
+
+def at_its_first_step(*, step_s: float = 0.5) -> Told:
+    """A group with a newcomer, whose others have done one step after the other."""
+    told = Told()
+    training(told, A, B)
+    for step in range(2, 6):
+        told.row(step, step_s=step_s)
+    told.form(A, B, NEW)
+    told.begin(["a", "b", "new"], 5)
+    told.clear()
+    return told
+
+
+def wait_in(told: Told, until: int, phase: Phase, late: str, *, since: int = 0) -> None:
+    """This node's rank is in that phase, from a second of the first step until another, and the others wait for it."""
+    for second in range(since, until):
+        waits = {"phase": Phase.first_step, "phase_s": second + 1.0, "waits_s": float(second)} | WAITS
+        does = {"phase": phase, "phase_s": float(second), "collectives": 6}
+        wait(told, 1.0, dict.fromkeys(["a", "b", "new"], waits) | {late: does})
+
+
+@pytest.mark.parametrize("phase", [Phase.callback, Phase.storage, Phase.checkpoint])
+@pytest.mark.parametrize("late", ["a", "new"])
+def test_one_rank_in_a_phase_with_a_timeout_of_its_own_keeps_newcomers_from_no_first_step(
+    phase: Phase, late: str
+) -> None:
+    """Rank 0 evaluates after the step, which has no row before; or the newcomer waits for storage."""
+    told = at_its_first_step()
+    wait_in(told, 400, phase, late)
+    assert told.of(c.Kill) == []
+    told.row(6)
+    assert told.control.ending is None
+
+
+def test_a_rank_that_hangs_in_its_callback_is_ended_alone_in_a_groups_first_step_too() -> None:
+    told = at_its_first_step()
+    timeout_s = int(PretrainConfig().train.collective_timeout_s)
+    wait_in(told, timeout_s - 1, Phase.callback, "a")
+    assert told.of(c.Kill) == []
+    wait_in(told, timeout_s + 10, Phase.callback, "a", since=timeout_s - 1)
+    assert told.of(c.Kill) == [c.Kill("a", 1)]
+
+
+def test_a_validation_that_is_due_at_a_groups_first_step_costs_no_newcomer_where_no_rank_can_be_missed() -> None:
+    """Seven groups were ended by their first step's own deadline, and then the run."""
+    told = Told(min_workers=3, max_workers=3)
+    training(told, A, B, FIT)
+    told(e.Died((("fit", 4),), 2, Cause.worker_died, "gone"))
+    told.form(A, B, NEW)
+    told.begin(["a", "b", "new"], 1)
+    told.clear()
+    for second in range(90):
+        pulse = {"phase": Phase.validation, "phase_s": float(second), "collectives": second} | {"waits": True}
+        wait(told, 1.0, dict.fromkeys(["a", "b", "new"], pulse))
+    assert told.of(c.Kill) == []
+    wait(told, LEAST_FIRST_STEP_S - WHERE_AGAIN_S - 1.0)
+    assert told.of(c.Kill) == []
+    wait(told, WHERE_AGAIN_S + 2.0)
+    assert told.of(c.Kill) == [c.Kill("new", 3)], "it hangs after that, and has all of its time then"
+
+
+def test_where_no_keeper_says_what_ranks_do_a_first_step_has_the_time_of_a_collective() -> None:
+    told = Told(every_steps=0)
+    told.form(A, B)
+    told.begin("")
+    told.row(1)
+    told.form(A, B, NEW)
+    told.begin("", 1)
+    told.clear()
+    wait(told, PretrainConfig().train.collective_timeout_s - 1.0)
+    assert told.of(c.Kill) == []
+    wait(told, 2.0)
+    assert told.of(c.Kill) == [c.Kill("new", 3)]
+
+
+def test_what_keepers_say_first_is_heard_before_a_first_step_counts_as_overdue() -> None:
+    """With steps of 100 s nobody is asked for 200 s, and first steps took less than that."""
+    told = at_its_first_step(step_s=100.0)
+    wait(told, 300.0, {"a": {"phase": Phase.callback}, "b": WAITS, "new": WAITS})
+    assert told.of(c.Kill) == []
 
 
 def test_first_steps_that_take_long_anyway_give_newcomers_as_much_time() -> None:

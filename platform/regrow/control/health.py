@@ -17,7 +17,7 @@ from typing import Any
 from regrow.control.commands import Ask, Outbox, Probe, Question, SaveStacks
 from regrow.control.events import ConnectionLost
 from regrow.control.membership import Member, Membership
-from regrow.control.phases import BEYOND_S, Phase, Usual
+from regrow.control.phases import BEYOND_S, OWN_LIMITS, Phase, Usual
 from regrow.control.silent import DARK_S, SilentKeepers
 from regrow.control.slow import READ_PER_S, READ_S, Spent, Worker
 from regrow.control.suspects import Suspects
@@ -219,7 +219,7 @@ class Health:
         first_steps: FirstSteps | None = None,
     ) -> None:
         """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases, by
-        `topologies` some ranks have more to do than others. `first_steps` hears while ranks read a checkpoint."""
+        `topologies` some ranks have more to do than others. `first_steps` hears of phases with limits of their own."""
         self._silent, self._first_steps = silent, first_steps or FirstSteps(stalls.timeout_s)
         self.stalls, self._probe_every_steps, self._on_gpus = stalls, probe_every_steps, on_gpus
         self._topologies = topologies or {}
@@ -303,8 +303,8 @@ class Health:
         if self._to_ask:
             self._out.append(self._to_ask.popleft())
         stands_still = self.stalls.stalled_s(now) > 0
-        self._first_steps.is_watched = stands_still and bool(nodes)
         if not nodes or not stands_still:
+            self._first_steps.is_watched = False
             self._pulses, self._stacks, self._suspects = None, None, []
             self._where.clear()
             self._gone_since.clear()
@@ -341,9 +341,9 @@ class Health:
         new = list(islice(asked.answers.items(), asked.looked_at, None))  # every tick comes here while one is out
         asked.looked_at = len(asked.answers)
         asked.hung |= {(node, pulse.pid): pulse for node, answer in new for pulse in self.stalls.hung(answer or [])}
-        reading = {(node, each.pid) for node, answer in new for each in answer or [] if each.phase is Phase.restore}
-        if reading and any((member.node, member.pid) in reading for member in members):
-            self._first_steps.reads(now)
+        apart = {(node, each.pid) for node, answer in new for each in answer or [] if each.phase in OWN_LIMITS}
+        if apart and any((member.node, member.pid) in apart for member in members):
+            self._first_steps.set_back(now)
         suspects = []
         for member in members if asked.hung else ():
             pulse = asked.hung.get((member.node, member.pid))
@@ -363,7 +363,7 @@ class Health:
         if not asked.waiting or waited > DARK_S:
             again_s = WHERE_AGAIN_S if where else ASK_AGAIN_S
             self._ask_at = now + max(again_s, len(asked.answers) / ASKED_PER_S)
-            self._pulses = None
+            self._pulses, self._first_steps.is_watched = None, True
         return suspects
 
     def _without_keeper(self, answers: Iterable[tuple[str, Any]], now: float, members: list[Member]) -> list[Suspect]:

@@ -22,6 +22,7 @@ class Phase(StrEnum):
 
 
 PHASES = tuple(Phase)
+OWN_LIMITS = frozenset(Phase) - {Phase.forming, Phase.first_step, Phase.step}  # of which a group's first step has none
 KEPT = 10  # of a phase, in a process: the longest of so many is what is usual
 ROOM_S = 30.0  # that ranks wait for room for a snapshot, at the most
 FACTOR = 1.5  # beyond what is usual, and

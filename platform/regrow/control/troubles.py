@@ -10,7 +10,7 @@ from regrow.record.events import Cause
 
 OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an error too, or to come again
 LEAST_FIRST_STEP_S, FIRST_STEPS = 60.0, 4.0  # a group with newcomers may form so long, or so many times the longest,
-# reading a checkpoint apart, and as long take for its first step
+# apart from what has limits of its own (`phases.OWN_LIMITS`), and as long take for its first step
 MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 MAX_REPEATED = 7  # groups in a row that break by an error, none of which has got beyond the ones before
 LOSSES = (Cause.worker_died, Cause.worker_hung, Cause.node_silent)  # which hosts cause, too: three count as one error
@@ -72,7 +72,7 @@ class FirstSteps:
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
     compiles: bool = False  # newcomers do in their first step: `runtime.warm_up` cannot before
-    is_watched: bool = False  # keepers of the newest group are asked what its ranks do
+    is_watched: bool = False  # keepers of the newest group tell what its ranks do
     _members: frozenset[str] = frozenset()  # of the newest group
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
     _start: int = 0  # the step from which the newest group began that did
@@ -106,9 +106,9 @@ class FirstSteps:
             self.repeated, self._has_repeated = self.repeated + 1, True
             self._broke_at = max(self._broke_at, self._step)
 
-    def reads(self, now: float) -> None:
-        """A rank of the newest group reads a checkpoint."""
-        if self._since is not None and not self._trains:
+    def set_back(self, now: float) -> None:
+        """A rank of the newest group is in a phase that has limits of its own: the group's time begins anew."""
+        if self._since is not None:
             self._took_s, self._since = max(self._took_s, now - self._since), now
 
     def began(self, start_step: int, now: float) -> None:
@@ -157,9 +157,9 @@ class FirstSteps:
 
     @property
     def patience_s(self) -> float:
-        """With a group of newcomers that forms, reading apart; then with its first step: they have compiled before."""
-        is_known = not self.compiles if self._trains else self.is_watched
-        if not is_known or self._trains not in self._longest_s:
+        """With a group of newcomers that forms, then with its first step, phases with limits of their own apart."""
+        compiles = self.compiles and self._trains  # else they have before
+        if compiles or not self.is_watched or self._trains not in self._longest_s:
             return self.timeout_s
         return min(self.timeout_s, max(LEAST_FIRST_STEP_S, FIRST_STEPS * self._longest_s[self._trains]))
 
