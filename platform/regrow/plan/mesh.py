@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -78,11 +78,7 @@ class MeshShape:
         >>> MeshShape(dp_replicate=2, dp_shard=3, tp=2).stride("dp_shard")
         (2, 3)
         """
-        axes = self.axes
-        if axis not in axes:
-            return 1, 1
-        names = list(axes)
-        return prod(axes[name] for name in names[names.index(axis) + 1 :]), axes[axis]
+        return _stride(self, axis)
 
     def ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from one along an axis alone, itself included, in their order; `cp` is none of the
@@ -99,6 +95,15 @@ class MeshShape:
     def share_of(self, rank: int) -> Share:
         """Which tokens of its unit's rows a rank has."""
         return Share(rank // self.tp % self.cp, self.cp)
+
+
+@lru_cache(maxsize=1024)  # of each tensor of each rank the same
+def _stride(mesh: MeshShape, axis: str) -> tuple[int, int]:
+    axes = mesh.axes
+    if axis not in axes:
+        return 1, 1
+    names = list(axes)
+    return prod(axes[name] for name in names[names.index(axis) + 1 :]), axes[axis]
 
 
 @dataclass(frozen=True)
