@@ -1398,6 +1398,16 @@ def test_an_error_at_one_step_is_the_same_where_the_row_of_that_step_came_in_tim
     assert isinstance(told.control.ending, GivenUp)
 
 
+@pytest.mark.parametrize("starts", [(105, 106), (106, 105), (103, 106, 104)])
+def test_an_error_at_one_step_is_the_same_whichever_snapshot_before_it_was_committed_in_time(
+    starts: tuple[int, ...],
+) -> None:
+    told = Told(Past(generation=3, logged=2000, stored=(0,)), min_workers=2, max_workers=2)
+    groups = [(starts[number % len(starts)], 107) for number in range(20)]
+    assert errs_in_turn(told, groups) <= MAX_REPEATED + 1
+    assert isinstance(told.control.ending, GivenUp)
+
+
 def test_a_state_that_computed_wrong_and_is_taken_back_counts_no_error_before() -> None:
     told = Told(min_workers=2, max_workers=2)
     errors = [(0, 100), *((95, 100) for _ in range(MAX_REPEATED - 2))]

@@ -67,7 +67,7 @@ class FirstSteps:
 
     timeout_s: float  # of a collective
     failed: int = 0  # of groups in a row without a step: ERROR or LOSS each; see `formed` and `broke`
-    repeated: int = 0  # groups that broke by an error after steps that had been done before; see `began` and `stepped`
+    repeated: int = 0  # groups that broke by an error after steps that had been done before; see `_erred`
     error: str = ""  # of the newest group's ranks the first that had one; empty: none has, or it is known why
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
@@ -78,6 +78,7 @@ class FirstSteps:
     _start: int = 0  # the step from which the newest group began that did
     _step: int = 0  # the newest one that the newest group has done, if that is a later one
     _broke_at: int = 0  # the newest one that any of the `repeated` has done
+    _starts: range = range(0)  # from the first to the last step from which those began
     _has_repeated: bool = False  # the newest group is one of them
     _counts: int = 0  # how much it does, unless it does a step
     _since: float | None = None  # when it was last seen to get on; None: it has done a step, or there is none
@@ -101,10 +102,17 @@ class FirstSteps:
         return self.failed <= MAX_FAILED_GENERATIONS * ERROR and self.repeated < MAX_REPEATED
 
     def _erred(self) -> None:
-        """The newest group broke by an error, of one rank or more; without a step it is among those that `failed`."""
-        if self._step > self._start and not self._has_repeated:
-            self.repeated, self._has_repeated = self.repeated + 1, True
-            self._broke_at = max(self._broke_at, self._step)
+        """The newest group broke by an error, of one rank or more; without a step it is among those that `failed`.
+
+        It repeats no other where the run has gone back and it came to none of the steps from which those began.
+        """
+        if self._step <= self._start or self._has_repeated:
+            return
+        if self.repeated == 0 or self._step <= self._starts.start:
+            self.repeated, self._broke_at, self._starts = 0, 0, range(self._start, self._start)
+        self.repeated, self._has_repeated = self.repeated + 1, True
+        self._broke_at = max(self._broke_at, self._step)
+        self._starts = range(min(self._starts.start, self._start), max(self._starts.stop, self._start))
 
     def set_back(self, now: float) -> None:
         """A rank of the newest group is in a phase that has limits of its own: the group's time begins anew."""
@@ -112,10 +120,10 @@ class FirstSteps:
             self._took_s, self._since = max(self._took_s, now - self._since), now
 
     def began(self, start_step: int, now: float) -> None:
-        """The newest group trains: its first step after this one. A later one than the group before began from is as
-        good as a new step, and after an earlier one there is nothing yet that it could repeat."""
-        if start_step != self._start:
-            self.repeated = self._broke_at = 0
+        """The newest group trains: its first step after this one. One later than all of the `repeated` began from is as
+        good as a new step; to go on from an earlier snapshot than the last is nothing new."""
+        if start_step > self._starts.stop:
+            self.repeated = 0
         self._start = self._step = start_step
         if self._since is not None:
             self._learn(now - self._since)
