@@ -180,44 +180,46 @@ def axes(**sizes: int) -> dict[str, int]:
     return dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1) | sizes
 
 
+FLOAT8_FIRST = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
+
+
 def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     environment: dict[str, str], tmp_path: Path, corpus: Path
 ) -> None:
-    float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
-    rows = succeed(environment, tmp_path, "tail", f"data.corpora.rows={corpus}", *float8)
+    rows = succeed(environment, tmp_path, "tail", f"data.corpora.rows={corpus}", *FLOAT8_FIRST)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     begun = [e["start_step"] for e in read_events(Storage.at(tmp_path / "tail")) if e["event"] == "generation"]
     assert begun == [0, 6]
 
 
-def test_a_run_with_float8_keeps_the_rows_of_all_its_steps_in_an_object_store(
-    environment: dict[str, str], corpus: Path
-) -> None:
+def test_a_run_with_float8_keeps_the_rows_of_all_its_steps_in_an_object_store(corpus: Path) -> None:
     """Before, the rows in bfloat16 were written over those in float8: both were segment 0 of one generation."""
-    float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
     with s3_server() as bucket:
         servers = {key: value for key, value in os.environ.items() if key.startswith("AWS_")}
-        done = pretrain(environment | servers, f"{bucket}/runs", "tail", f"data.corpora.rows={corpus}", *float8)
-        assert done.returncode == 0, done.stdout + done.stderr
-        run = Storage.at(f"{bucket}/runs/tail")
+        run = train_alone(f"{bucket}/runs", "tail", f"data.corpora.rows={corpus}", *FLOAT8_FIRST, env=servers)
         assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
         begun = [event for event in read_events(run) if event["event"] == "generation"]
         assert [(each["generation"], each["cause"]) for each in begun] == [(1, "start"), (2, "end_of_float8")]
 
 
 def test_a_run_that_goes_back_to_before_the_end_of_float8_trains_those_steps_in_float8(
-    environment: dict[str, str], tmp_path: Path, corpus: Path
+    tmp_path: Path, corpus: Path
 ) -> None:
-    float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
-    settings = [f"data.corpora.rows={corpus}", "checkpoint.every_steps=3", *float8]
-    succeed(environment, tmp_path, "back", *settings, "train.stop_at_step=6")
+    settings = [f"data.corpora.rows={corpus}", "checkpoint.every_steps=3", *FLOAT8_FIRST]
+    train_alone(tmp_path, "back", *settings, "train.stop_at_step=6")
     (data, *_) = (tmp_path / "back/checkpoints/step-00000006").glob("*.safetensors")
     content = bytearray(data.read_bytes())
     content[-100] ^= 1
     data.write_bytes(content)
-    succeed(environment, tmp_path, "back", *settings)
-    begun = [e["start_step"] for e in read_events(Storage.at(tmp_path / "back")) if e["event"] == "generation"]
-    assert begun == [0, 3, 6]
+    run = train_alone(tmp_path, "back", *settings)
+    assert [e["start_step"] for e in read_events(run) if e["event"] == "generation"] == [0, 3, 6]
+
+
+def train_alone(storage: Path | str, name: str, *settings: str, env: dict[str, str] | None = None) -> Storage:
+    """A run on one rank, as `succeed` but in a process that has torch loaded; its folder."""
+    arguments = [f"run.storage_path={storage}", f"run.name={name}", *SMALL, *settings]
+    run_ranks(train_in_this_group, 1, arguments, env=env)
+    return Storage.at(f"{storage}/{name}")
 
 
 def test_a_run_goes_on_from_the_newest_state_that_is_known_to_be_right(tmp_path: Path, corpus: Path) -> None:
