@@ -39,6 +39,7 @@ LAST_ROOM_S = 10.0  # that a last step waits for room for its snapshot
 LEAVE_S = 20.0  # after which the driver does not wait for workers any more
 SLOTS = 3
 KEEP = 2
+FENCED = (e.Began, e.Row, e.RowsAgain, e.Verified, e.CheckpointWanted, e.Leaving, e.NotFinite, e.Logged)
 KINDS = [
     "worker",
     "worker",
@@ -349,19 +350,15 @@ class World:
 
     def tell(self, event: e.Event, *, zombie: bool = False) -> Any:
         """An event to control; what it replies. Refused where its generation is over."""
-        generation = getattr(event, "generation", None)
-        fenced = isinstance(
-            event,
-            e.Began | e.Row | e.RowsAgain | e.Verified | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged,
-        )
         reply = None
         for command in self.control.on(event, self.clock.now):
             if isinstance(command, c.Reply):
                 reply = command.value
             else:
                 self._carry_out(command)
-        if fenced and generation != self.newest_generation:
-            raise Broken(f"{type(event).__name__} of generation {generation} was taken in {self.newest_generation}")
+        if isinstance(event, FENCED) and event.generation != self.newest_generation:
+            told = f"{type(event).__name__} of generation {event.generation}"
+            raise Broken(f"{told} was taken in {self.newest_generation}")
         return reply
 
     def send(self, event: e.Event, seconds: float | None = None, *, lossy: bool = False) -> None:
