@@ -24,6 +24,7 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import Coordinates, plan_mesh
+from regrow.record.events import Cause
 from regrow.runtime import calls
 from regrow.runtime import hooks as hooks_module
 from regrow.runtime import restore as restore_module
@@ -142,6 +143,23 @@ def test_checkpoints_are_asked_for_and_the_last_is_written_by_the_ranks_themselv
     for seen, waited_s, restored in (first, second):
         assert waited_s >= 0.5, seen
         assert restored
+
+
+@pytest.mark.parametrize("stop_at_step", [None, 7])
+@pytest.mark.parametrize("why", [Cause.grow, Cause.drain])
+def test_a_groups_last_step_is_written_though_it_was_asked_to_leave_and_go_on_from_memory(
+    tmp_path: Path, why: str, stop_at_step: int | None
+) -> None:
+    """It was asked for by another group, which all ranks formed to train nothing."""
+    coordinator, end = Coordinator(LocalStorage(tmp_path)), stop_at_step or 9
+    config = PretrainConfig(train=TrainConfig(steps=9, stop_at_step=stop_at_step))
+    job: Any = SimpleNamespace(config=config, coordinator=coordinator)
+    process: Any = SimpleNamespace(job=job, memory=None)
+    hooks = hooks_module.GenerationHooks(process, GENERATION, *[cast(Any, None)] * 3, Breaker(), Progress())
+    hooks._stop = why
+    for step in (end - 1, end):
+        hooks.want_checkpoint(step)
+    assert coordinator.calls == [("want_checkpoint", GENERATION, end)]
 
 
 class Memory:

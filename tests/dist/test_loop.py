@@ -222,7 +222,7 @@ def loop(
         hooks=hooks,
         device=device,
     )
-    assert left == (leave_at is not None)
+    assert left == (leave_at is not None and progress.step < STEPS)
     hooks.weights = [weight.detach().to_local().clone() for weight in model.parameters()]  # type: ignore[attr-defined]
     return hooks
 
@@ -306,6 +306,14 @@ def test_one_ranks_wish_to_leave_takes_all_ranks_out_at_the_same_step_with_a_che
     ranks = run_ranks(loop, 3, 3)
     assert [hooks.saved for hooks in ranks] == [[(4, 4)]] * 3
     assert {len(hooks.rows) for hooks in ranks} == {4}
+
+
+@pytest.mark.parametrize("leave_at", [STEPS - 1, STEPS])
+def test_a_wish_to_leave_that_is_heard_at_the_last_step_does_not_keep_a_group_from_its_end(leave_at: int) -> None:
+    """All ranks formed another group, with newcomers, that had nothing to train; then alone its end was told."""
+    for hooks in run_ranks(loop, 2, leave_at):
+        assert hooks.saved[-1] == (STEPS, STEPS)
+        assert len(hooks.rows) == STEPS
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_training_goes_on() -> None:

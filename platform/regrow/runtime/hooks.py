@@ -17,6 +17,7 @@ from regrow.errors import NotWrittenError, first_line
 from regrow.parallel.compile import CompileCache
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
+from regrow.progress import last_step
 from regrow.record.events import Cause
 from regrow.runtime.abort import Breaker
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
@@ -160,8 +161,11 @@ class GenerationHooks:
             yield batch
 
     def want_checkpoint(self, step: int) -> None:
-        """Have keepers write this step, from memory. A group that leaves to grow or drain goes on from memory."""
-        if self._rank == 0 and self._stop not in (Cause.grow, Cause.drain):
+        """Have keepers write this step, from memory. A group that leaves to grow or drain goes on from memory, but for
+        the run's last step."""
+        train = self._job.config.train
+        goes_on = self._stop in (Cause.grow, Cause.drain) and step < last_step(train.steps, train.stop_at_step)
+        if self._rank == 0 and not goes_on:
             self._replies.append(self._coordinator.want_checkpoint(step))
 
     def write(self, progress: Progress) -> None:

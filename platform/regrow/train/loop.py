@@ -55,8 +55,8 @@ def train(
 ) -> bool:
     """Train until `last_step`, or until a rank wants to leave; ends with a checkpoint of where it stands.
 
-    Returns whether it was asked to leave. On a device the host reads step N's loss after launching step N+1, so that
-    it never waits for the device; a wish to leave then takes effect one step later, on all ranks at the same one.
+    Returns whether it left before `last_step`. On a device the host reads step N's loss after launching step N+1, so
+    that it never waits for the device; a wish to leave then takes effect one step later, on all ranks at the same one.
     `stream` is where steps run, the device's own where it is None. Raises NotFinite, on all ranks at the same step, and
     BrokenStep for one that its certificate does not vouch for.
     """
@@ -102,7 +102,7 @@ def train(
 
     in_flight.settle(0)
     in_flight.waited(saver.finish(progress, blocked=in_flight.blocked))
-    return in_flight.leaving
+    return in_flight.leaving and progress.step < settings.last_step
 
 
 def _is_due(step: int, settings: LoopSettings) -> bool:
