@@ -37,6 +37,7 @@ COLLECTIVE_S = 8.0  # after which a rank that waits for a dead one fails by itse
 NO_TIME = float("-inf")
 LAST_ROOM_S = 10.0  # that a last step waits for room for its snapshot
 LEAVE_S = 20.0  # after which the driver does not wait for workers any more
+MOST_ON_WAY = 6  # of rank 0's calls of rows
 SLOTS = 3
 KEEP = 2
 FENCED = (e.Began, e.Row, e.RowsAgain, e.Verified, e.CheckpointWanted, e.Leaving, e.NotFinite, e.Logged)
@@ -146,6 +147,8 @@ class Run:
     step: int = 0
     state: int = 0
     checks: Checks | None = None
+    sent: list[e.Row | e.RowsAgain] = field(default_factory=list)  # the last ones of rank 0
+    wanted: int | None = None  # rows from this step on, as rank 0 was told last
 
     def generation_is_over(self, control: Control) -> bool:
         """Whether control has broken the group off just now."""
@@ -212,6 +215,7 @@ class World:
         self.cut: set[tuple[str, str]] = set()  # links over which no copies go
         self.max_nodes = num_nodes
         self.num_coordinators, self.up = 0, True
+        self.order = random.Random(-1 - seed)  # of calls that are made again: other chances keep theirs
         self.stands_still = False  # it is not up, and will go on with what it knows
         self.newest_committed = NEVER  # in memory, of those that the run has not gone back before
         self.went_wrong = 0  # the newest generation whose state was not finite: its snapshots are not to be used
@@ -444,6 +448,18 @@ class World:
 
     def _come_back(self) -> None:
         self._take_up(restarted=True)
+        run = self.runs.get(self.newest_generation)
+        if run is not None and run.sent:
+            self._make_again(run, self.workers[run.formation.members[0].id])
+
+    def _make_again(self, run: Run, first: Worker) -> None:
+        """Ray does so with calls that had no answer yet, in any order, where the process that made them is there."""
+        sent = run.sent[self.order.randint(0, len(run.sent)) :]
+        self.order.shuffle(sent)
+        if first.alive and not first.stopped:
+            with contextlib.suppress(Fenced):
+                for call in sent:
+                    self._call(call, run)
 
     def _take_up(self, *, restarted: bool) -> None:
         """Another coordinator, which reads the log and finds the keepers that are up."""
@@ -506,6 +522,10 @@ class World:
             raise Broken(f"a row of generation {row['generation']} in {self.newest_generation}")
         if self.rows and row["step"] <= self.rows[-1]["step"]:
             raise Broken(f"a row of step {row['step']} after {self.rows[-1]['step']}")
+        last = self.rows[-1]["step"] if self.rows else 0
+        could_have = self.workers[self.runs[self.newest_generation].formation.members[0].id].could_have
+        if steps := [each for each in could_have if last < each < row["step"]]:
+            raise Broken(f"rows of steps {steps} are left out, and rank 0 could have them")
         self.rows.append(dict(row))
 
     def _do_Kill(self, command: c.Kill) -> None:
@@ -919,17 +939,24 @@ class World:
 
     def _send(self, row: Mapping[str, Any], first: Worker) -> str:
         """As rank 0 does, which sends again what is wanted; why the group should leave."""
-        answer: RowAnswer = self.tell(e.Row(row["generation"], row))
-        if answer.wanted is not None:
-            again, since = first.rows.since(answer.wanted), answer.wanted
-            if steps := [each for each in first.could_have if since <= each < again[0]["step"]]:
-                raise Broken(f"rows of steps {steps} are left out, and rank 0 could have them")
-            answer = self.tell(e.RowsAgain(row["generation"], again))
-            if answer.wanted is not None:
-                raise Broken(f"rows from {answer.wanted} on are wanted after all were sent")
+        generation, run = row["generation"], self.runs[row["generation"]]
+        answer = self._call(e.Row(generation, row), run)
+        for _ in range(2):  # what was wanted may be what an earlier coordinator wanted
+            if (since := run.wanted) is not None:
+                run.wanted = None
+                answer = self._call(e.RowsAgain(generation, since, first.rows.since(since)), run)
+        if run.wanted is not None:
+            raise Broken(f"rows from {run.wanted} on are wanted after all were sent")
         if isinstance(self.control.state, Forming):
             raise Broken("a group trains, and control takes its rows, and does not know that it does")
         return answer.leave
+
+    def _call(self, call: e.Row | e.RowsAgain, run: Run) -> RowAnswer:
+        """Of rank 0, which hears the answer once it has made its next step."""
+        run.sent = [*run.sent, call][-MOST_ON_WAY:]
+        answer: RowAnswer = self.tell(call)
+        run.wanted = run.wanted if answer.wanted is None else answer.wanted
+        return answer
 
     def _leave_all(self, run: Run) -> None:
         for member in run.formation.members:
@@ -1267,6 +1294,17 @@ def play_without_storage(seed: int) -> World:
         generation = world.newest_generation
     world.run_for(3.0 * rng.random())
     world.restart_coordinator()
+    world.run(2000.0)
+    world.check_log()
+    return world
+
+
+def play_restarts(seed: int) -> World:
+    """A run whose coordinator dies again and again, and no rank does. Raises Broken."""
+    rng = random.Random(seed)
+    world = World(seed, num_nodes=rng.choice((1, 2, 3)), last_step=20)
+    for _ in range(6):
+        world.after(1.0 + rng.random() * 25.0, lambda: world.restart_coordinator(lost_events=world._unwritten()))
     world.run(2000.0)
     world.check_log()
     return world

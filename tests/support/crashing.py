@@ -276,7 +276,7 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
             try:
                 wanted = get(coordinator.row.remote(generation, row)).wanted
                 if wanted is not None:
-                    get(coordinator.rows_again.remote(generation, rows.since(wanted)))
+                    get(coordinator.rows_again.remote(generation, wanted, rows.since(wanted)))
             except RayTaskError:
                 if not group.stubborn:
                     raise

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from regrow.control import checkpoints, commits, core, past, takeover
+from regrow.control import checkpoints, commits, core, past, rows, takeover
 from regrow.control.commands import BeginRows, Command, Outbox
-from regrow.control.events import KeepersFound
+from regrow.control.events import KeepersFound, RowsAgain
 from regrow.control.values import NOTHING
 from regrow.runtime.kept_rows import KeptRows
-from support.control_world import Broken, World, play, play_without_storage
+from support.control_world import Broken, World, play, play_restarts, play_without_storage
 
 NUM_SCHEDULES = 10_000
 
@@ -296,6 +296,48 @@ def test_rows_that_are_thrown_away_are_found(
     mistake(monkeypatch)
     with pytest.raises(Broken, match="are left out, and rank 0 could have them"):
         all(play_without_storage(seed).done for seed in range(200))
+
+
+def test_rows_are_in_the_log_in_whatever_order_a_new_coordinator_gets_them() -> None:
+    for seed in range(300):
+        world = play_restarts(seed)
+        assert world.done
+        assert [row["step"] for row in world.rows] == [*range(1, world.last_step + 1)]
+
+
+def rows_that_are_out_of_order_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = rows.Rows.take
+
+    def strict(self: Any, event: Any) -> Any:
+        row, wanted = take(self, event)
+        assert wanted is None or not vars(self).get("is_told"), f"row of step {event.row['step']}, expected {wanted}"
+        self.is_told = row is not None or vars(self).get("is_told")
+        return row, wanted
+
+    monkeypatch.setattr(rows.Rows, "take", strict)
+
+
+def rows_that_another_coordinator_asked_for_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = rows.Rows.take
+
+    def taken(self: Any, event: Any) -> Any:
+        is_again = isinstance(event, RowsAgain)
+        return take(self, replace(event, since=min(event.since, self.next_step)) if is_again else event)
+
+    monkeypatch.setattr(rows.Rows, "take", taken)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [rows_that_are_out_of_order_are_asked_for_once, rows_that_another_coordinator_asked_for_are_taken],
+    ids=lambda mistake: mistake.__name__,
+)
+def test_rows_that_are_out_of_order_and_lost_for_that_are_found(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError, match=r"row of step .*, expected|are left out, and rank 0 could have them"):
+        all(play_restarts(seed).done for seed in range(300))
 
 
 def test_what_control_does_wrong_without_a_mistake_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:

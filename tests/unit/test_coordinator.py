@@ -345,7 +345,7 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     assert again.ready() == generation
     again.row(generation, row(generation, 2))  # sent again
     assert again.row(generation, row(generation, 5)) == RowAnswer(wanted=3)
-    assert again.rows_again(generation, [row(generation, 4), row(generation, 5)]) == RowAnswer()
+    assert again.rows_again(generation, 3, [row(generation, 4), row(generation, 5)]) == RowAnswer()
     assert "rows before step 4 went" in events_of(again, "note")[0]["text"]
     until(lambda: retained == [f"{tmp_path}/checkpoints, all but 2"])
     again.shell.close()

@@ -173,23 +173,22 @@ class Coordinator:
     def __init__(self) -> None:
         self.rows: list[Mapping[str, Any]] = []
         self.sent: list[list[int]] = []
-        self.may_lack = False
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *arguments: [getattr(self, f"_{name}"), *arguments])
 
     def die(self, *, stored: int) -> None:
         del self.rows[stored:]
-        self.may_lack = True
 
     def _row(self, generation: int, row: Mapping[str, Any]) -> RowAnswer:
         if row["step"] > len(self.rows) + 1:
-            assert self.may_lack
             return RowAnswer(wanted=len(self.rows) + 1)
         self.rows.extend([row] if row["step"] == len(self.rows) + 1 else [])
         return RowAnswer()
 
-    def _rows_again(self, generation: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer:
+    def _rows_again(self, generation: int, since: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer:
+        if since > len(self.rows) + 1:
+            return RowAnswer(wanted=len(self.rows) + 1)
         self.sent.append([row["step"] for row in rows])
         self.rows.extend(row for row in rows if row["step"] > len(self.rows))
         return RowAnswer()
@@ -240,6 +239,22 @@ def test_rows_that_went_with_a_coordinator_are_sent_again_once(hooks: Generation
     assert not hooks.wants_to_leave()
     assert [row["step"] for row in coordinator.rows] == list(range(1, 9))
     assert coordinator.sent == [[3, 4, 5, 6, 7]]
+
+
+def test_rows_that_one_coordinator_asked_for_and_another_one_gets_are_sent_with_those_before(
+    hooks: GenerationHooks,
+) -> None:
+    coordinator = coordinator_of(hooks)
+    train(hooks, 1, 2)
+    assert not hooks.wants_to_leave()
+    coordinator.die(stored=1)
+    train(hooks, 3)
+    assert not hooks.wants_to_leave()  # it wants row 2
+    coordinator.die(stored=0)
+    assert not hooks.wants_to_leave()  # another one has the answer, and wants row 1
+    assert not hooks.wants_to_leave()
+    assert [row["step"] for row in coordinator.rows] == [1, 2, 3]
+    assert coordinator.sent == [[1, 2, 3]]
 
 
 def test_rows_are_missed_at_the_end_too(hooks: GenerationHooks) -> None:

@@ -94,7 +94,7 @@ class Control:
         self.drains = Drains(self.group, self.snapshots, config)
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past)
         self._spacing = SpacingPolicy(config.snapshot, self.cadence, self.snapshots.checkpoints, self._out)
-        self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
+        self._rows = Rows(self._out, logged=past.logged)
         self._rollbacks = past.rollbacks
         self._takeover = Takeover(past, self.group, self.snapshots, self.corruptions, self._rows, self._out)
         self._num_failures, self._restore_s = 0, 0.0

@@ -53,6 +53,7 @@ class RowsAgain:
     """Rank 0: all rows that it has from a step on that was wanted, of earlier generations too. Replies as `Row`."""
 
     generation: int
+    since: int  # that step
     rows: Sequence[Mapping[str, Any]]
 
 

@@ -11,9 +11,9 @@ from regrow.record.log import METRIC_KEYS
 class Rows:
     """A row a step, in order; one whose step has one already was sent again."""
 
-    def __init__(self, out: Outbox, *, logged: int, may_be_missing: bool) -> None:
-        """`logged` is the last step that has a row; `may_be_missing`: an earlier coordinator may have had more."""
-        self._out, self.next_step, self._may_be_missing = out, logged + 1, may_be_missing
+    def __init__(self, out: Outbox, *, logged: int) -> None:
+        """`logged` is the last step that has a row; an earlier coordinator may have had more."""
+        self._out, self.next_step = out, logged + 1
         self.trained = logged  # the newest step that is known of, with a row or still without
 
     def begin(self, generation: int, start_step: int) -> int:
@@ -23,8 +23,7 @@ class Rows:
         other ranks have them, too.
         """
         recomputed = max(0, self.next_step - 1 - start_step)
-        self._may_be_missing = self._may_be_missing or start_step >= self.next_step
-        self._begin(generation, min(start_step, self.next_step - 1) if self._may_be_missing else start_step)
+        self._begin(generation, min(start_step, self.next_step - 1))
         self.trained = start_step
         return recomputed
 
@@ -34,34 +33,35 @@ class Rows:
         self.trained = max(self.trained, start_step)
 
     def take(self, event: Row | RowsAgain) -> tuple[Mapping[str, Any] | None, int | None]:
-        """Have rows logged: the newest, if that is new, and the step from which rows are wanted first, if any is."""
+        """Have rows logged: the newest, if that is new, and the step from which rows are wanted first, if any is.
+
+        Rows may have gone with a coordinator or a rank 0, and those on their way to a coordinator that dies come to the
+        next one in any order, what was asked for too: rank 0 keeps rows, and is asked for all from the first one on.
+        """
         if isinstance(event, RowsAgain):
-            newest = None
-            if event.rows and self._may_lack_some_before(first := event.rows[0]["step"]):
-                self._out.record("note", text=f"rows before step {first} went with the processes that had them")
-                self._begin(event.generation, first - 1)
-            for row in event.rows:
-                newest = row if self._log(row, is_late=True) else newest
-            return newest, None
-        if self._may_lack_some_before(event.row["step"]):
+            since, rows = event.since, event.rows
+        else:
+            since, rows = event.row["step"], [event.row]
+        self.trained = max([self.trained, *(row["step"] for row in rows)])
+        if since > self.next_step:
             return None, self.next_step
-        is_late = event.row["generation"] != event.generation  # of a group that had nothing left to train
-        return event.row if self._log(event.row, is_late=is_late) else None, None
+        if rows and (first := rows[0]["step"]) > self.next_step:
+            self._out.record("note", text=f"rows before step {first} went with the processes that had them")
+            self._begin(event.generation, first - 1)
+        newest = None
+        for row in rows:
+            is_late = row["generation"] != event.generation  # as one of a group that had nothing left to train
+            newest = row if self._log(row, is_late=is_late) else newest
+        return newest, None
 
-    def _may_lack_some_before(self, step: int) -> bool:
-        """Whether rows before that of this step, which is trained, may have gone with a coordinator or a rank 0."""
-        self.trained = max(self.trained, step)
-        return step > self.next_step and self._may_be_missing
-
-    def _log(self, row: Mapping[str, Any], *, is_late: bool = False) -> bool:
+    def _log(self, row: Mapping[str, Any], *, is_late: bool) -> bool:
         step = row["step"]
         if step < self.next_step:  # sent again, after a restart
             return False
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics row without {missing}"
         assert step == self.next_step, f"row of step {step}, expected {self.next_step}"
-        self._may_be_missing = False
-        self.next_step, self.trained = step + 1, max(self.trained, step)
+        self.next_step = step + 1
         self._out.append(LogRow(row, is_late))
         return True
 

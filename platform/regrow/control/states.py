@@ -95,5 +95,5 @@ class RowAnswer:
     """To rank 0, which has sent a row."""
 
     leave: str = ""  # why the group should leave
-    wanted: int | None = None  # not taken: rows from this step on went with an earlier coordinator, and come first
+    wanted: int | None = None  # not taken: rows from this step on, which are not here, come first
     every_steps: int = 0  # from one snapshot to the next; 0: as before

@@ -75,4 +75,6 @@ class Takeover:
         workers = [{"host": each.machine or each.host, "node": each.node, "pid": each.pid} for each in members]
         nodes = tuple(dict.fromkeys(each.node for each in members))
         details = {"world_size": len(members), "workers": workers}
-        return Began(event.generation, event.row["step"] - 1, nodes, details)
+        newest = self._snapshots.commits.newest
+        known = newest.version.step if newest and newest.version.generation == event.generation else 0
+        return Began(event.generation, max(event.row["step"] - 1, known), nodes, details)  # the row may be sent again

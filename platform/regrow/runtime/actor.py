@@ -238,9 +238,9 @@ class Coordinator(Seats, Drained, Verified):
         """Log one step's metrics, unless earlier ones come first."""
         return cast(RowAnswer, self.shell.tell(e.Row(generation, row)))
 
-    def rows_again(self, generation: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer:
-        """Log what an earlier coordinator took along, as far as rank 0 still has it."""
-        return cast(RowAnswer, self.shell.tell(e.RowsAgain(generation, rows)))
+    def rows_again(self, generation: int, since: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer:
+        """Log the rows that were wanted, from a step on, as far as rank 0 still has them."""
+        return cast(RowAnswer, self.shell.tell(e.RowsAgain(generation, since, rows)))
 
     def want_checkpoint(self, generation: int, step: int) -> None:
         """The snapshot of this step is to become a checkpoint."""
@@ -376,7 +376,7 @@ def make_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], obje
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"{run_id}:{COORDINATOR}"
-    # calls that were on their way when it died are made again, in their order
+    # calls that were on their way when it died are made again, in any order
     remote: Any = ray.remote(  # type: ignore[call-overload]
         num_cpus=0, scheduling_strategy=here, name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=-1
     )

@@ -100,11 +100,11 @@ class GenerationHooks:
             if isinstance(answer, RowAnswer):
                 self._stop = answer.leave or self._stop
                 self.every_steps = answer.every_steps or self.every_steps
+                if reply is self._again:  # which another coordinator may answer, that lacks some before those
+                    self._again = None
                 wanted = answer.wanted if answer.wanted is not None and self._again is None else wanted
-            if reply is self._again:
-                self._again = None
         if wanted is not None:  # those that were sent since come after it, and are there twice
-            self._again = self._coordinator.rows_again(self._process.rows.since(wanted))
+            self._again = self._coordinator.rows_again(wanted, self._process.rows.since(wanted))
             self._replies.append(self._again)
 
     def _hear_all(self) -> None:
