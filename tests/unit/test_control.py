@@ -120,6 +120,21 @@ def test_a_group_that_leaves_for_good_as_it_was_asked_to_says_so_in_the_log() ->
     assert past.trained == 2
 
 
+def test_a_group_that_forms_when_the_run_is_asked_to_stop_is_over_at_once() -> None:
+    """One has its seat and waits for the other, which asks for its own and is told that the run is over."""
+    told = Told()
+    group = told.form(one(1, "a"), one(2, "b")).generation
+    told.clear()
+    told(e.StopAsked("interrupted"))
+    assert [command.generation for command in told.of(c.TellOver)] == [group]
+    assert told.control.is_over
+    with pytest.raises(Fenced):
+        told.begin("ab")
+    told(e.StopAsked("interrupted"))
+    assert told.ask("m2") == told.ask("m1", group) == Answer(over=True)
+    assert told.control.is_over
+
+
 def test_a_run_that_is_asked_to_stop_is_not_given_up_for_workers_that_do_not_start() -> None:
     told = Told()
     told(e.StopAsked("interrupted"))
@@ -924,13 +939,20 @@ def lose_b(told: Told) -> None:
     told(e.Died((("b", 2),), 1, "worker_died", "its node is dead"))
 
 
-@pytest.mark.parametrize("how", ["too few", "stopped while waiting", "given up", "user's mistake", "workers have left"])
+@pytest.mark.parametrize(
+    "how",
+    ["too few", "stopped while waiting", "stopped as it forms", "given up", "user's mistake", "workers have left"],
+)
 def test_whatever_ends_a_run_its_newest_snapshot_is_ordered_into_storage_without_any_trainer(how: str) -> None:
     told = committed_in_memory()
     if how == "too few":
         lose_b(told)
     elif how == "stopped while waiting":
         told(e.GroupFailed("worker_failed", "all restart", (0,)))
+        assert orders(told) == []
+        told(e.StopAsked("interrupted"))
+    elif how == "stopped as it forms":
+        told.form(one(1, "a"), one(2, "b"))
         assert orders(told) == []
         told(e.StopAsked("interrupted"))
     elif how == "given up":
@@ -1363,23 +1385,6 @@ def test_an_error_after_a_new_step_counts_no_group_before() -> None:
         told(e.Broke(told.control.generation, "rank 0: ConnectionError"))
 
 
-def test_groups_that_fail_in_a_row_are_counted_on_by_the_next_coordinator() -> None:
-    """A coordinator that dies with each of them would let them fail for ever."""
-    told = Told()
-    for _ in range(MAX_FAILED_GENERATIONS - 1):
-        told.form(one(1))
-    again = restarted(told)
-    again.form(one(1))
-    assert again.control.ending is None
-    again.join(one(1))
-    assert again.ask("m1", again.control.generation).given_up
-
-
-def test_a_group_that_has_done_a_step_has_not_failed_for_the_next_coordinator_either() -> None:
-    told = Told()
-    for step in (0, 0, 1):
-        told.form(one(1))
-        told.begin(["node"], step)
 def errs_in_turn(told: Told, groups: Iterable[tuple[int, int]]) -> int:
     """How many groups there are, which all break by an error: of each from which step it goes on, and how far."""
     for number, (start, reached) in enumerate(groups):
@@ -1453,6 +1458,23 @@ def test_an_error_that_all_groups_meet_at_one_step_ends_a_run_whose_processes_al
     assert "group after group failed before a new step" in told.ask("m101", told.control.generation).given_up
 
 
+def test_groups_that_fail_in_a_row_are_counted_on_by_the_next_coordinator() -> None:
+    """A coordinator that dies with each of them would let them fail for ever."""
+    told = Told()
+    for _ in range(MAX_FAILED_GENERATIONS - 1):
+        told.form(one(1))
+    again = restarted(told)
+    again.form(one(1))
+    assert again.control.ending is None
+    again.join(one(1))
+    assert again.ask("m1", again.control.generation).given_up
+
+
+def test_a_group_that_has_done_a_step_has_not_failed_for_the_next_coordinator_either() -> None:
+    told = Told()
+    for step in (0, 0, 1):
+        told.form(one(1))
+        told.begin(["node"], step)
     past = Past.of(log_of(told), generation=3, logged=1, stored=(), restarted=True)
     assert past.failed_groups == ERROR, "the newest, which goes on from step 1"
     told.row(2)

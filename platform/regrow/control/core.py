@@ -210,6 +210,8 @@ class Control:
 
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
+        if isinstance(self.ending, Stopping) and self.is_over:
+            raise Fenced(f"generation {event.generation} is over: the run was asked to stop before it began")
         details = {**event.details, **why_storage(event, self._config, self.group, self.snapshots)}
         self.snapshots.begin(event.generation, event.start_step, event.nodes, now)
         self.corruptions.begin(event.start_step)

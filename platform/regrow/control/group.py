@@ -58,7 +58,11 @@ class Group(Losses):
     # how the run ends
 
     def stop(self, event: StopAsked, now: float) -> None:
+        """A group that trains leaves after a step. One that forms is over: some of its ranks may not have their seats,
+        and get none."""
         self.ending = self.ending or Stopping(event.reason)
+        if isinstance(self.state, Forming):
+            self.break_off(now)
 
     def finish(self, event: Done, now: float) -> None:
         """The last step is trained: workers that wait to join may end."""
