@@ -81,6 +81,29 @@ def test_a_worker_whose_keeper_has_ended_has_another_one_from_its_next_group_on(
     breaker.left()
 
 
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_spare_whose_keeper_was_restarted_while_it_waited_tells_where_that_is_now(
+    newcomer: MemoryTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speaks: bool
+) -> None:
+    """It told where the keeper had been as the process began, and others sent their copies there."""
+    told: list[tuple[str, int]] = []
+    register = lambda keeper, info: told.append(info.address)  # noqa: E731
+    monkeypatch.setattr(newcomer, "coordinator", SimpleNamespace(secret=lambda: b"secret", register_keeper=register))
+    monkeypatch.setattr(memory_tier, "gather", lambda mine: [mine])
+    newcomer.check_room()
+    info, secret = Future[KeeperInfo](), Future[bytes]()
+    info.set_result(KeeperInfo(NODE, "rack", str(tmp_path), ("127.0.0.1", 2), Version(), ()))
+    secret.set_result(b"secret")
+    calls = {"serve": SimpleNamespace(remote=lambda *of: info), "secret": SimpleNamespace(remote=lambda: secret)}
+    newcomer.keeper = SimpleNamespace(**calls)
+    told += [("127.0.0.1", 2)]  # as it was found again
+    breaker = Breaker()
+    newcomer.join(GENERATION, set(), breaker, speaks=speaks)
+    assert told[-1] == ("127.0.0.1", 2)
+    assert newcomer.domain == ("rack" if speaks else NODE)
+    breaker.left()
+
+
 FIRST = "node1/a.slot: model/1 fails its checksum"
 
 

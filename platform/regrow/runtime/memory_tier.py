@@ -81,7 +81,7 @@ class MemoryTier:
         """
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             info = self._info(self._serving)
-            self.folder = Path(info.folder)
+            self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
             most = self._most_rank_bytes()
             need = plan_snapshot_memory(
                 rank_bytes=most, most_rank_bytes=most, slots=self.config.slots, ranks_on_node=1, ranks_copied=0
@@ -122,7 +122,8 @@ class MemoryTier:
 
         `gloo` is where this rank's gloo listens; one of a node `speaks`. Raises CheckpointError where no keeper works.
         """
-        serving, self._serving = self._serving or (self._serve() if speaks else None), None  # it may be another one
+        is_known = self._heartbeat is not None  # to the coordinator; it may be another one by now
+        serving = self._serve() if speaks else None if is_known else self._serving
         if serving is not None:
             info = self._info(serving)
             self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
