@@ -28,6 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 RETRY_DEADLINE_S = 120.0
 RETRY_AFTER_S = 0.5  # twice as long each time
+GCS_RETRY_S = 4  # that Arrow asks Google's store by itself, by default for 15 minutes
 LOOK_S = 0.2  # between looks whether what waits for a store is still wanted
 OPEN_ANEW_S = 10.0  # from one time that a store which fails is opened anew to the next
 REQUESTS = 16  # to a store at a time, by `in_threads`
@@ -244,7 +245,7 @@ class RemoteStorage(Storage):
 
         try:
             try:
-                filesystem, path = arrow_fs.FileSystem.from_uri(uri)
+                filesystem, path = arrow_fs.FileSystem.from_uri(_impatient(uri))
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 import fsspec
 
@@ -435,6 +436,18 @@ def _place_new(temporary: Path, path: Path) -> None:
     except OSError:  # a file system without links
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
         os.replace(temporary, path)
+
+
+def _impatient(uri: str) -> str:
+    """A URI with the time for which Arrow asks a store again, where it would do so beyond any deadline of ours. Pure.
+
+    >>> _impatient("gs://b/runs?scheme=https")
+    'gs://b/runs?scheme=https&retry_limit_seconds=4'
+    """
+    path, options = _apart(uri)
+    if urlsplit(uri).scheme not in ("gs", "gcs") or "retry_limit_seconds=" in options:
+        return uri
+    return f"{path}?{'&'.join([*filter(None, [options[1:]]), f'retry_limit_seconds={GCS_RETRY_S}'])}"
 
 
 def _says_how(uri: str) -> bool:

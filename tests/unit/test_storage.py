@@ -1,14 +1,17 @@
 """Folders of files, the same behaviour on local disk and behind pyarrow.fs (here: fsspec's memory store)."""
 
 import errno
+import pickle
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from regrow.errors import GroupOver
-from regrow.storage import LocalStorage, RemoteStorage, Storage, StorageError, path_of
+from regrow.storage import LocalStorage, RemoteStorage, Storage, StorageError, StorageUnreachable, path_of
 
 
 class ServerBusyError(Exception):
@@ -124,6 +127,41 @@ def test_who_waits_for_a_store_that_fails_is_asked_whether_it_still_wants_to(mon
     assert set(looks) == set(range(21))
     with pytest.raises(GroupOver):
         (storage / "folder").read_bytes("file")
+
+
+def test_a_google_store_that_is_away_is_not_asked_again_by_arrow_beyond_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 15 minutes, in which no deadline of ours was looked at."""
+    import regrow.storage as module
+
+    monkeypatch.setattr(module, "GCS_RETRY_S", 0.5)
+    opened = Storage.at("gs://anonymous@b/x?scheme=http&endpoint_override=127.0.0.1%3A1")
+    opened.retry_s = 1.0
+    raised: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def ask(folder: Storage) -> None:
+        try:
+            folder.exists("y")
+            raised.put(None)
+        except Exception as error:  # carried over to the test's thread
+            raised.put(error)
+
+    for folder in (opened, pickle.loads(pickle.dumps(opened))):
+        threading.Thread(target=ask, args=(folder,), daemon=True).start()
+    for _ in range(2):
+        error = raised.get(timeout=60.0)
+        assert isinstance(error, StorageUnreachable)
+        assert str(error).startswith(f"{opened / 'y'}: still failing after 1 s: ")
+
+
+def test_a_google_store_is_asked_for_as_long_as_its_uri_says() -> None:
+    plain, short, long = (
+        RemoteStorage.from_uri(f"gs://b{options}").fs
+        for options in ("", "?retry_limit_seconds=4", "?retry_limit_seconds=60")
+    )
+    assert plain.equals(short)
+    assert not plain.equals(long)
 
 
 def test_a_read_is_not_begun_where_none_wants_it_any_more(storage: Storage) -> None:
