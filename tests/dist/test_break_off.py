@@ -17,10 +17,11 @@ import torch.distributed as dist
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.control.membership import Formation, Member
+from regrow.control.phases import FORM_S
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.abort import Breaker, listening
-from regrow.runtime.rendezvous import FORM_S, Doors, form_group, leave_generation
+from regrow.runtime.rendezvous import Doors, form_group, leave_generation
 from regrow.state.collective import gather
 from support.gloo import run_ranks
 from support.training import Training, build, micro_batches

@@ -14,9 +14,9 @@ from regrow.control import events as e
 from regrow.control.health import WHERE_AGAIN_S, Pulse
 from regrow.control.membership import Member
 from regrow.control.past import Past
-from regrow.control.phases import PHASES, Phase
+from regrow.control.phases import FORM_S, PHASES, Phase, form_s
 from regrow.control.states import Answer, GivenUp, Training
-from regrow.control.troubles import LEAST_FIRST_STEP_S, MAX_FAILED_GENERATIONS, MAX_REPEATED, OTHERS_S
+from regrow.control.troubles import MAX_FAILED_GENERATIONS, MAX_REPEATED, OTHERS_S
 from regrow.errors import DataError
 from regrow.record.events import Cause
 from regrow.runtime import rendezvous, worker
@@ -45,7 +45,7 @@ def messages(told: Told) -> list[str]:
 
 def wait(told: Told, seconds: float, pulses: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """With the ticks that a coordinator has, and keepers that answer: every process runs. `pulses`: fields, by node."""
-    pids = {each.node: each.pid for each in (A, B, NEW, FIT)}
+    pids = {each.node: each.pid for each in (A, B, NEW, FIT, *told.control.group.membership.current)}
     for _ in range(int(seconds / 0.5)):
         told.now += 0.5
         told()
@@ -496,7 +496,7 @@ def test_a_newcomer_that_hangs_before_its_first_step_is_dropped_long_before_a_co
         told(e.Restarted((A, B), 10, ("a", "b")))
     told.form(A, B, NEW)
     told.clear()
-    wait(told, LEAST_FIRST_STEP_S - 1.0)
+    wait(told, FORM_S - 1.0)
     assert told.of(c.Kill) == []
     wait(told, 2.0)
     assert told.of(c.Kill) == ([c.Kill("new", 3)] if known else [])
@@ -523,7 +523,7 @@ def with_two_newcomers(told: Told | None = None) -> Told:
 def test_of_several_newcomers_the_one_that_is_in_no_collective_is_dropped_alone() -> None:
     """Keepers say which process it is, from half of the time on."""
     told = with_two_newcomers()
-    assert wait_for_an_end(told, dict.fromkeys(["a", "b", "fit"], WAITS)) < LEAST_FIRST_STEP_S
+    assert wait_for_an_end(told, dict.fromkeys(["a", "b", "fit"], WAITS)) < FORM_S
     assert told.of(c.Kill) == [c.Kill("new", 3)]
     (failure,) = told.records("failure")
     assert "is not in the collective that others wait in" in failure["detail"]
@@ -532,10 +532,10 @@ def test_of_several_newcomers_the_one_that_is_in_no_collective_is_dropped_alone(
 def test_a_group_that_reads_a_checkpoint_for_long_keeps_its_newcomers_and_has_all_of_their_time_then() -> None:
     told = with_two_newcomers()
     wait(told, 300.0, dict.fromkeys(["a", "b", "new", "fit"], READS))
-    wait(told, LEAST_FIRST_STEP_S - 2.0)
+    wait(told, FORM_S - 2.0)
     assert told.of(c.Kill) == []
     told.begin(["a", "b", "new", "fit"], 1)
-    wait(told, LEAST_FIRST_STEP_S - 1.0)
+    wait(told, FORM_S - 1.0)
     assert told.of(c.Kill) == []
     wait(told, 2.0)
     assert told.of(c.Kill) == [c.Kill("new", 3), c.Kill("fit", 4)]
@@ -544,7 +544,7 @@ def test_a_group_that_reads_a_checkpoint_for_long_keeps_its_newcomers_and_has_al
 def test_a_newcomer_that_hangs_after_a_checkpoint_was_read_is_found_as_soon_as_one_before() -> None:
     told = with_two_newcomers()
     wait(told, 300.0, dict.fromkeys(["a", "b", "new", "fit"], READS))
-    assert wait_for_an_end(told, dict.fromkeys(["a", "b", "fit"], WAITS)) < LEAST_FIRST_STEP_S
+    assert wait_for_an_end(told, dict.fromkeys(["a", "b", "fit"], WAITS)) < FORM_S
     assert told.of(c.Kill) == [c.Kill("new", 3)]
 
 
@@ -558,7 +558,7 @@ def test_steps_that_take_long_keep_no_reading_rank_from_being_seen() -> None:
     told.clear()
     wait(told, 200.0, dict.fromkeys(["a", "b", "new"], READS))
     assert told.of(c.Kill) == []
-    wait(told, LEAST_FIRST_STEP_S + 1.0)
+    wait(told, FORM_S + 1.0)
     assert told.of(c.Kill) == [c.Kill("new", 3)]
 
 
@@ -582,7 +582,7 @@ def test_who_still_reads_its_part_of_a_checkpoint_while_the_others_wait_is_no_su
 
 def test_a_rank_that_has_trained_is_not_taken_for_a_newcomer_that_hangs_while_a_group_forms() -> None:
     told = with_two_newcomers()
-    wait(told, LEAST_FIRST_STEP_S - 1.0, dict.fromkeys(["b", "new", "fit"], WAITS))
+    wait(told, FORM_S - 1.0, dict.fromkeys(["b", "new", "fit"], WAITS))
     assert told.of(c.Kill) == []
 
 
@@ -657,7 +657,7 @@ def test_a_validation_that_is_due_at_a_groups_first_step_costs_no_newcomer_where
         pulse = {"phase": Phase.validation, "phase_s": float(second), "collectives": second} | {"waits": True}
         wait(told, 1.0, dict.fromkeys(["a", "b", "new"], pulse))
     assert told.of(c.Kill) == []
-    wait(told, LEAST_FIRST_STEP_S - WHERE_AGAIN_S - 1.0)
+    wait(told, FORM_S - WHERE_AGAIN_S - 1.0)
     assert told.of(c.Kill) == []
     wait(told, WHERE_AGAIN_S + 2.0)
     assert told.of(c.Kill) == [c.Kill("new", 3)], "it hangs after that, and has all of its time then"
@@ -696,3 +696,44 @@ def test_first_steps_that_take_long_anyway_give_newcomers_as_much_time() -> None
     assert told.of(c.Kill) == []
     wait(told, 20.0)
     assert told.of(c.Kill) == [c.Kill("new", 3)]
+
+
+def test_newcomers_of_a_large_group_have_the_time_that_so_many_ranks_may_take_to_meet() -> None:
+    told = Told(max_workers=1024)
+    training(told, A, B)
+    many = [one(100 + number, f"n{number}") for number in range(600)]
+    told.form(A, B, *many)
+    for member in many:
+        told(e.KeeperUp(member.node, member.node, (member.node, 1)))
+    told.clear()
+    pulses = {member.node: WAITS for member in (A, B, *many)}
+    allowed_s = form_s(602, 600.0)
+    assert allowed_s > 90.0
+    wait(told, allowed_s - 1.0, pulses)
+    assert told.of(c.Kill) == []
+    wait(told, 2.0, pulses)
+    assert len(told.of(c.Kill)) == 600
+
+
+@pytest.mark.parametrize(("compile", "is_known", "has_time"), [(1, 0, True), (1, 1, False), (0, 0, False)])
+def test_newcomers_have_all_the_time_there_is_where_all_ranks_compile_in_their_first_step(
+    compile: int, is_known: int, has_time: bool
+) -> None:
+    """Four ranks have passes of two slices where two have four: all compile for these."""
+    told = Told(parallel=ParallelConfig(compile=bool(compile), slices_per_pass=8))
+    if is_known:
+        training(told, A, B, one(5, "c"), one(6, "d"))
+        told(e.Died((("c", 5), ("d", 6)), 2, Cause.worker_died, "gone"))
+        told.form(A, B)
+        told.begin("ab", 1)
+        told.row(2)
+    else:
+        training(told, A, B)
+    told.form(A, B, NEW, FIT)
+    told.begin(["a", "b", "new", "fit"], 2)
+    told.clear()
+    limit_s = PretrainConfig().train.collective_timeout_s if has_time else FORM_S
+    wait(told, limit_s - 1.0)
+    assert told.of(c.Kill) == []
+    wait(told, 2.0)
+    assert told.of(c.Kill) == [c.Kill("new", 3), c.Kill("fit", 4)]

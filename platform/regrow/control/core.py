@@ -419,7 +419,8 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     nodes = NodeFailures(exclusions, membership, out)
     compiles = config.parallel.compile and (config.parallel.tp > 1 or config.parallel.cp > 1)
     timeout_s = config.train.collective_timeout_s
-    first_steps = FirstSteps(timeout_s, past.failed_groups, compiles=compiles)
+    passes = {size: each.batch.most_slices_of_a_pass for size, each in table.items()} if config.parallel.compile else {}
+    first_steps = FirstSteps(timeout_s, past.failed_groups, compiles=compiles, passes=passes)
     return Group(
         membership,
         nodes,

@@ -27,7 +27,13 @@ KEPT = 10  # of a phase, in a process: the longest of so many is what is usual
 ROOM_S = 30.0  # that ranks wait for room for a snapshot, at the most
 FACTOR = 1.5  # beyond what is usual, and
 BEYOND_S = 20.0  # so much more: with two questions five seconds apart, a hang is found within 30 s
+FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all ranks to come to their group, and to each other
 PATIENCE = 0.8  # of the time that a collective may take, for a rank alone to wait for rows of a storage that fails
+
+
+def form_s(world_size: int, timeout_s: float) -> float:
+    """How long so many ranks may take to form a group whose collectives may take `timeout_s`."""
+    return min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
 
 
 @dataclass

@@ -1,16 +1,17 @@
 """Whose trouble it is: the run's, or that of one process or newcomer, which the others then do without. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from regrow.control.events import Trouble
 from regrow.control.membership import Membership
+from regrow.control.phases import form_s
 from regrow.record.events import Cause
 
 OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an error too, or to come again
-LEAST_FIRST_STEP_S, FIRST_STEPS = 60.0, 4.0  # a group with newcomers may form so long, or so many times the longest,
-# apart from what has limits of its own (`phases.OWN_LIMITS`), and as long take for its first step
+FIRST_STEPS = 4.0  # a group with newcomers may form so many times the longest, or as long as its ranks may take to meet
+# (`phases.form_s`), apart from what has limits of its own (`phases.OWN_LIMITS`), and as long take for its first step
 MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 MAX_REPEATED = 7  # groups in a row that break by an error, none of which has got beyond the ones before
 LOSSES = (Cause.worker_died, Cause.worker_hung, Cause.node_silent)  # which hosts cause, too: three count as one error
@@ -72,6 +73,7 @@ class FirstSteps:
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
     compiles: bool = False  # newcomers do in their first step: `runtime.warm_up` cannot before
+    passes: Mapping[int, int] = field(default_factory=dict)  # by world size, slices of each, where that is compiled for
     is_watched: bool = False  # keepers of the newest group tell what its ranks do
     _members: frozenset[str] = frozenset()  # of the newest group
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
@@ -85,6 +87,7 @@ class FirstSteps:
     _trains: bool = False  # it does its first step, else it forms
     _took_s: float = 0.0  # the longest that it did not get on, in what it does
     _longest_s: dict[bool, float] = field(default_factory=dict)  # the same of all groups, by `_trains`
+    _compiled: set[int] = field(default_factory=set)  # `passes` that groups have done a step with
     _not_formed: int = 0  # in a row: all processes ended by an error before a group was formed of them
 
     def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
@@ -153,6 +156,7 @@ class FirstSteps:
             return frozenset()
         self._learn(now - self._since)
         self._since = None
+        self._compiled |= self._pass
         without, self._held_back = self._held_back, frozenset()
         self.proven, self.new = self._members, frozenset()
         return without
@@ -164,12 +168,18 @@ class FirstSteps:
         return self._held_back | self.new if self.new else frozenset()  # it broke without them, too
 
     @property
+    def _pass(self) -> set[int]:
+        """Of the newest group, if `passes` has it."""
+        return {self.passes[len(self._members)]} if len(self._members) in self.passes else set()
+
+    @property
     def patience_s(self) -> float:
         """With a group of newcomers that forms, then with its first step, phases with limits of their own apart."""
-        compiles = self.compiles and self._trains  # else they have before
+        compiles = self._trains and (self.compiles or not self._pass <= self._compiled)  # else they have before
         if compiles or not self.is_watched or self._trains not in self._longest_s:
             return self.timeout_s
-        return min(self.timeout_s, max(LEAST_FIRST_STEP_S, FIRST_STEPS * self._longest_s[self._trains]))
+        usual_s = FIRST_STEPS * self._longest_s[self._trains]
+        return min(self.timeout_s, max(form_s(len(self._members), self.timeout_s), usual_s))
 
     def overdue(self, now: float, share: float = 1.0) -> frozenset[str]:
         """Newcomers with which a group has not got on within a share of the patience with it."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
 from regrow.config.snapshots import fixed_every_steps
-from regrow.control.phases import Phase
+from regrow.control.phases import Phase, form_s
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.data.read.outage import Patience, PatientReader
@@ -34,7 +34,7 @@ from regrow.runtime.clock import clock_of
 from regrow.runtime.hardware.peak import Peak, peak_flops
 from regrow.runtime.hooks import GenerationHooks
 from regrow.runtime.process import Process
-from regrow.runtime.rendezvous import Joined, form_s
+from regrow.runtime.rendezvous import Joined
 from regrow.runtime.restore import Restored, build_and_restore
 from regrow.state.collective import gather
 from regrow.train.build import loop_settings, meter_of

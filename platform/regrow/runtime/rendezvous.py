@@ -21,6 +21,7 @@ import ray.util
 import torch.distributed as dist
 
 from regrow.control.membership import NODE_NAME, Formation, Member, Seat
+from regrow.control.phases import form_s
 from regrow.control.states import Answer
 from regrow.parallel.fsdp import let_go_of_meshes
 from regrow.parallel.tree import Tree
@@ -37,7 +38,6 @@ STORE_S = 30.0  # for a connection to a store, which waits for no rank: less tha
 KEEPER_S = 2.0  # for this node's keeper to say what it knows
 KEEPER_POLL_S, SOON_S, PARKED_POLL_S = 0.02, 10.0, 0.1  # between questions to it; after a while, fewer
 ALONE_S, ALONE_MOST_S = 10.0, 300.0  # without a keeper that was late, until it is asked again; twice as long each time
-FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
 
 Waiting = Callable[[int, Breaker], None]  # this process is about to wait for the others of a generation
 
@@ -246,11 +246,6 @@ def form_group(
     gather(rank)  # all are there
     tree.timeout_s = timeout_s
     return Formation(seat.generation, members)
-
-
-def form_s(world_size: int, timeout_s: float) -> float:
-    """How long so many ranks may take to form a group whose collectives may take `timeout_s`."""
-    return min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
 
 
 def leave_generation() -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import ParallelConfig, PretrainConfig
-from regrow.control.phases import Phase
+from regrow.control.phases import Phase, form_s
 from regrow.control.values import NOTHING
 from regrow.errors import GroupOver
 from regrow.model.linears import recipe_after
@@ -27,7 +27,7 @@ from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
-from regrow.runtime.rendezvous import Joined, form_s
+from regrow.runtime.rendezvous import Joined
 from regrow.runtime.trusted import Checkpoints, up_to
 from regrow.state.collective import from_rank_0, on_first_rank_or_each
 from regrow.state.disk import store
