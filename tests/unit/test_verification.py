@@ -8,7 +8,7 @@ import pytest
 from regrow.config.schema import CheckpointConfig, ParallelConfig
 from regrow.control import commands as c
 from regrow.control import events as e
-from regrow.control.past import Past, group_of
+from regrow.control.past import Past, formed, group_of
 from regrow.control.read_back import StoredSteps
 from regrow.control.states import GivenUp, Training, Waiting
 from regrow.control.values import Digest, SnapshotAck, Version
@@ -287,6 +287,34 @@ def test_what_was_verified_is_known_to_a_coordinator_that_is_restarted() -> None
     outcome(again, 40, odd=(1,))
     outcome(again, 41, odd=(1,))
     assert again.control.corruptions.limit == 29
+
+
+@pytest.mark.parametrize(("stored", "verified"), [((), 0), ((20, 10), 20)])
+def test_of_a_group_whose_beginning_is_not_in_the_log_no_step_is_taken_for_right_that_storage_does_not_have(
+    stored: tuple[int, ...], verified: int
+) -> None:
+    """Storage was away, and a rank computed wrong; all that the group had done was taken for right."""
+    submitted = {"time": 1.0, "event": "submitted"}
+    forming = {"time": 2.0, "event": "forming", **formed(1, [one(1), one(2)])}
+    past = Past.of([submitted, forming], generation=1, logged=0, stored=stored, restarted=True)
+    assert past.verified == verified
+    assert Past.of([submitted], generation=0, logged=0, stored=stored, restarted=True).verified is None
+
+
+def test_what_units_come_to_counts_before_the_first_row_that_a_restarted_coordinator_gets() -> None:
+    """That the group had begun was not in the log yet: the outcome was dropped, and what it did was taken for right."""
+    told = Told(verify_every_steps=10, min_workers=2)
+    told.form(*(one(pid, NODES[pid]) for pid in range(3)))
+    events = log_of(told)
+    again = Told(Past.of(events, generation=1, logged=0, stored=[], restarted=True), verify_every_steps=10)
+    for node in NODES[:3]:
+        again(e.KeeperUp(node, node, (node, 1)))
+    again(group_of(events, 1))
+    outcome(again, 20, odd=(1,))
+    assert isinstance(again.control.state, Training)
+    assert [each["rank"] for each in again.records("suspected")] == [1]
+    outcome(again, 21, odd=(1,))
+    assert again.records("corruption")[0]["verified_step"] == 0
 
 
 def test_a_checkpoint_that_a_group_could_not_read_is_not_the_verified_one() -> None:

@@ -223,6 +223,11 @@ class Control:
         self.health.begin()
         self.group.train(event.start_step, now)
 
+    def _verified(self, event: e.Verified, now: float) -> None:
+        if (unseen := self._takeover.unseen(event)) is not None:
+            self._began(unseen, now)
+        self.corruptions.take(event, now)
+
     def _row(self, event: e.Row | e.RowsAgain, now: float) -> None:
         if (unseen := self._takeover.unseen(event)) is not None:
             self._began(unseen, now)
@@ -327,7 +332,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Began: control._began,
         e.Row: control._row,
         e.RowsAgain: control._row,
-        e.Verified: control.corruptions.take,
+        e.Verified: control._verified,
         e.CheckpointWanted: checkpoints.want,
         e.Leaving: control._leaving,
         e.NotFinite: control._not_finite,

@@ -48,7 +48,7 @@ class Past:
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
-    verified: int | None = None  # the newest step whose state was, as the log has it; None: no group has trained
+    verified: int | None = None  # the newest step whose state was, as the log has it; None: no group was formed
     undecided: Corruption | None = None  # for which a third unit is waited for, and no group has followed
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
@@ -103,7 +103,7 @@ class Past:
             trained=trained,
             quarantined_until=quarantined,
             corrupt=corrupt,
-            verified=_verified(events),
+            verified=_verified(events, steps),
             undecided=_undecided(events),
             rollbacks=rollbacks,
             spares=spares,
@@ -179,14 +179,16 @@ def _began(events: Sequence[Row]) -> tuple[Version, ...]:
     return tuple(found)
 
 
-def _verified(events: Sequence[Row]) -> int | None:
-    """By an older log, what the newest group began from."""
+def _verified(events: Sequence[Row], stored: Collection[int]) -> int | None:
+    """By an older log, what the newest group began from. Without a beginning, which the log may have lost, what the job
+    could begin from in storage: what a group has made since nothing vouches for."""
     for event in reversed(events):
         if event["event"] in ("generation", "checkpoint") and event.get("verified_step") is not None:
             return int(event["verified_step"])
         if event["event"] == "generation":
             return int(event["start_step"])
-    return None
+    was_formed = any(event["event"] == "forming" for event in events)
+    return max(stored, default=0) if was_formed else None
 
 
 def _discarded(events: Sequence[Row]) -> int:

@@ -2,7 +2,7 @@
 
 from regrow.control.commands import Outbox, TellOver
 from regrow.control.corruption import Corruptions
-from regrow.control.events import Began, KeepersFound, NotFinite, Restarted, Row, RowsAgain
+from regrow.control.events import Began, KeepersFound, NotFinite, Restarted, Row, RowsAgain, Verified
 from regrow.control.group import Group
 from regrow.control.membership import Formation
 from regrow.control.past import Past
@@ -65,8 +65,8 @@ class Takeover:
         """Whether the coordinator before was told, too: it died before it answered, and the call was made again."""
         return self._past.restarted and self._past.discarded == event.generation
 
-    def unseen(self, event: Row | RowsAgain) -> Began | None:
-        """Of a group that trains, by its row, though the log does not say so: the coordinator before died in between.
+    def unseen(self, event: Row | RowsAgain | Verified) -> Began | None:
+        """Of a group that trains, as its ranks tell, though the log does not: the coordinator before died in between.
         It began from an earlier step than this, if some of its rows have gone, too."""
         group = self._group
         if not self._past.restarted or isinstance(event, RowsAgain) or not isinstance(group.state, Forming):
@@ -77,4 +77,5 @@ class Takeover:
         details = {"world_size": len(members), "workers": workers}
         newest = self._snapshots.commits.newest
         known = newest.version.step if newest and newest.version.generation == event.generation else 0
-        return Began(event.generation, max(event.row["step"] - 1, known), nodes, details)  # the row may be sent again
+        step = event.step if isinstance(event, Verified) else event.row["step"]
+        return Began(event.generation, max(step - 1, known), nodes, details)  # the row may be sent again
