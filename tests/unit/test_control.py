@@ -1481,6 +1481,28 @@ def test_a_group_that_has_done_a_step_has_not_failed_for_the_next_coordinator_ei
     assert Past.of(log_of(told), generation=3, logged=2, stored=(), restarted=True).failed_groups == 0
 
 
+def test_a_group_that_trained_and_went_back_has_not_failed_for_the_next_coordinator_either() -> None:
+    """To the step from which it had begun, each time: the next one counted all of them, and ended the run."""
+    told = Told(Past(logged=1000))
+    for step in (1000, 1500, 1300):
+        told.form(one(1))
+        told.begin(["node"], 1000)
+        for later in range(1001, step + 1):
+            told.row(later)
+    past = Past.of(log_of(told), generation=3, logged=1000, stored=(1000,), restarted=True)
+    assert past.failed_groups == ERROR, "the newest"
+
+
+def test_why_group_after_group_failed_is_known_to_the_next_coordinator() -> None:
+    told = Told()
+    for _ in range(MAX_FAILED_GENERATIONS):
+        told.form(one(1))
+        told(e.Broke(told.control.generation, "rank 0: KeyError: 7"))
+    again = restarted(told)
+    again.join(one(1))
+    assert "last failure: rank 0: KeyError: 7" in again.ask("m1", again.control.generation).given_up
+
+
 def test_a_coordinator_that_was_restarted_counts_how_long_too_few_are_there_from_when_they_were() -> None:
     told = Told(wait_for_workers_s=50.0, min_workers=2)
     told.form(one(1, "a"), one(2, "b"))

@@ -445,6 +445,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
         first_steps=first_steps,
+        last_failure=past.last_failure,
         arrivals=Arrivals(membership, nodes, out, began=now),
         told_spares=past.spares,
     )

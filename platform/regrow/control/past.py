@@ -53,6 +53,7 @@ class Past:
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
     failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps.failed`
+    last_failure: str = ""  # its detail
     logged_at: float = 0.0  # when the last step that has a row ended, unix time; 0: none has
     stored_at: float = 0.0  # when the newest of `stored` was begun, else the first group; unix time; 0: not known
 
@@ -108,6 +109,7 @@ class Past:
             rollbacks=rollbacks,
             spares=spares,
             failed_groups=failed,
+            last_failure=next((e.get("detail", "") for e in reversed(events) if e["event"] == "failure"), ""),
         )
 
 
@@ -165,7 +167,8 @@ def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
         elif event["event"] == "failure" and event["generation"] == generation and event["cause"] in LOSSES:
             count, counted = (count - ERROR + LOSS, LOSS) if counted == ERROR else (count, counted)
         elif event["event"] == "generation":
-            count = counted if event["start_step"] > start else count
+            has_trained = event["start_step"] > start or event.get("recomputed_steps")  # one before, though in vain
+            count = counted if has_trained else count
             start = event["start_step"]
     return count if logged <= start else 0
 
