@@ -1503,6 +1503,19 @@ def test_why_group_after_group_failed_is_known_to_the_next_coordinator() -> None
     assert "last failure: rank 0: KeyError: 7" in again.ask("m1", again.control.generation).given_up
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_group_begins_once_though_the_coordinator_dies_before_it_answers_and_is_told_again(is_lost: bool) -> None:
+    told = Told()
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab", step=3)
+    if is_lost:
+        told(e.Died((("b", 2),), 1, "worker_died", "gone"))
+    again = restarted(told)
+    again.begin("ab", step=3)
+    assert again.records("generation") == []
+    assert again.control.state == (Waiting() if is_lost else Training(1)), "it was over before"
+
+
 def test_a_coordinator_that_was_restarted_counts_how_long_too_few_are_there_from_when_they_were() -> None:
     told = Told(wait_for_workers_s=50.0, min_workers=2)
     told.form(one(1, "a"), one(2, "b"))

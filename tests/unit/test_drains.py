@@ -27,7 +27,7 @@ from regrow.runtime.maintenance import DrainError, Rolling, attached, find_nodes
 from regrow.storage import LocalStorage
 from support.commands import call
 from support.control_world import World
-from support.told import Told, one
+from support.told import Told, log_of, one
 
 STEPS = 2000
 ROOT = Path(__file__).parents[2]
@@ -212,6 +212,17 @@ def test_what_was_asked_for_outlives_the_job_until_it_is_undone() -> None:
         assert [text for text in status.warnings if "is drained for maintenance" in text] == [
             "node a is drained for maintenance: the group leaves it, until it is said to be back"
         ] * len(drained)
+
+
+def test_a_node_is_back_for_a_coordinator_that_is_asked_once_more_as_the_one_before_died_before_it_answered() -> None:
+    told = Told()
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    assert (told(e.DrainAsked("b")), told(e.UndrainAsked("b"))) == ("", "")
+    again = Told(Past.of(log_of(told), generation=1, logged=0, stored=(), restarted=True))
+    assert again(e.UndrainAsked("b")) == ""
+    assert again.records("undrain") == []
+    assert "was not drained" in again(e.UndrainAsked("a"))
 
 
 def test_a_drained_node_that_ray_has_found_dead_is_drained_no_more() -> None:

@@ -91,7 +91,7 @@ class Control:
         )
         self.group = _group(config, self.snapshots, self._out, past, now)
         self.health = self.group.health
-        self.drains = Drains(self.group, self.snapshots, config)
+        self.drains = Drains(self.group, self.snapshots, config, past)
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past)
         self._spacing = SpacingPolicy(config.snapshot, self.cadence, self.snapshots.checkpoints, self._out)
         self._rows = Rows(self._out, logged=past.logged)
@@ -212,6 +212,8 @@ class Control:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
         if isinstance(self.ending, Stopping) and self.is_over:
             raise Fenced(f"generation {event.generation} is over: the run was asked to stop before it began")
+        if self._takeover.knows(event):
+            return
         details = {**event.details, **why_storage(event, self._config, self.group, self.snapshots)}
         self.snapshots.begin(event.generation, event.start_step, event.nodes, now)
         self.corruptions.begin(event.start_step)

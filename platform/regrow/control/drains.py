@@ -16,6 +16,7 @@ from regrow.control.commands import Reply
 from regrow.control.events import DrainAsked, NodesAlive, UndrainAsked
 from regrow.control.group import Group
 from regrow.control.membership import Member
+from regrow.control.past import Past
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
 
@@ -53,8 +54,8 @@ class Maintenance:
 class Drains:
     """Asked for, undone and looked at; `group` and `snapshots` say what became of it."""
 
-    def __init__(self, group: Group, snapshots: Snapshots, config: PretrainConfig) -> None:
-        self._group, self._snapshots = group, snapshots
+    def __init__(self, group: Group, snapshots: Snapshots, config: PretrainConfig, past: Past) -> None:
+        self._group, self._snapshots, self._undrained = group, snapshots, past.undrained
         self._most_slices = {size: each.batch.most_slices for size, each in topologies(config).items()}
         self._takes_snapshots = takes_snapshots(config.snapshot)
         snapshots.keepers.drained = group.nodes.exclusions.asked
@@ -78,8 +79,8 @@ class Drains:
             exclusions.asked.discard(event.node)
             self._group.out.record("undrain", node=event.node)
             self._group.out.append(Reply(""))
-        elif self._snapshots.keepers.is_dead(event.node):  # it was drained until then
-            self._group.out.append(Reply(""))
+        elif event.node in self._undrained or self._snapshots.keepers.is_dead(event.node):
+            self._group.out.append(Reply(""))  # the call is made again, or the node was drained until it died
         else:
             self._group.out.append(Reply(f"node {event.node[:12]} was not drained by jobs.drain"))
 

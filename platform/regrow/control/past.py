@@ -46,6 +46,7 @@ class Past:
     began: tuple[Version, ...] = ()  # newest first, groups that trained, by the step from which each did; see `_began`
     discarded: int = NOTHING  # the newest group whose state went wrong in memory, too: nothing up to it counts
     trained: int | None = None  # the last step, after which the group left for good
+    undrained: frozenset[str] = frozenset()  # nodes that were drained, and are no more
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
     verified: int | None = None  # the newest step whose state was, as the log has it; None: no group was formed
@@ -81,7 +82,7 @@ class Past:
         logged_at: float = 0.0,
     ) -> "Past":
         """From the log's events, oldest first. `job` is this coordinator's, see `of_job`."""
-        drained, limit = _drained(events), _limit(events)
+        (drained, undrained), limit = _drained(events), _limit(events)
         steps, began = _known(stored, events, limit), _began(events)
         past = Past(
             generation, logged, steps, restarted, drained, limit, began, _discarded(events), logged_at=logged_at
@@ -101,6 +102,7 @@ class Past:
         failed = _failed_in_a_row(events, logged)
         return replace(
             past,
+            undrained=undrained,
             trained=trained,
             quarantined_until=quarantined,
             corrupt=corrupt,
@@ -242,15 +244,15 @@ def _stored_at(events: Sequence[Row], steps: Collection[int]) -> float:
     return begun[max(there)] if (there := begun.keys() & steps) else next(ready, 0.0)
 
 
-def _drained(events: Sequence[Row]) -> frozenset[str]:
-    """Nodes that were asked for and are not back: maintenance goes on when a job ends and another one begins."""
-    asked = set()
+def _drained(events: Sequence[Row]) -> tuple[frozenset[str], frozenset[str]]:
+    """Nodes that were asked for and are not back: maintenance goes on when a job ends and another one begins. And those
+    that are back."""
+    is_out = dict[str, bool]()
     for event in events:
-        if event["event"] == "drain" and event.get("asked"):
-            asked.add(event["node"])
-        elif event["event"] == "undrain":
-            asked.discard(event["node"])
-    return frozenset(asked)
+        if event["event"] == "undrain" or (event["event"] == "drain" and event.get("asked")):
+            is_out[event["node"]] = event["event"] == "drain"
+    drained = frozenset(node for node, out in is_out.items() if out)
+    return drained, frozenset(is_out.keys() - drained)
 
 
 def is_submitted(events: Sequence[Row], job: str) -> bool:

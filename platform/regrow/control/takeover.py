@@ -9,7 +9,7 @@ from regrow.control.past import Past
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Forming
-from regrow.control.values import NEVER
+from regrow.control.values import NEVER, Version
 
 
 class Takeover:
@@ -61,9 +61,12 @@ class Takeover:
         group.train(event.start_step, now)
         group.take_up(group.state, event.lost, event.lost_at, now)
 
-    def knows(self, event: NotFinite) -> bool:
+    def knows(self, event: Began | NotFinite) -> bool:
         """Whether the coordinator before was told, too: it died before it answered, and the call was made again."""
-        return self._past.restarted and self._past.discarded == event.generation
+        past = self._past
+        if isinstance(event, Began):
+            return past.restarted and Version(event.generation, event.start_step) in past.began
+        return past.restarted and past.discarded == event.generation
 
     def unseen(self, event: Row | RowsAgain | Verified) -> Began | None:
         """Of a group that trains, as its ranks tell, though the log does not: the coordinator before died in between.
