@@ -14,18 +14,25 @@ import ray
 
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
+from regrow.control import events as e
 from regrow.control.phases import Phase
 from regrow.control.values import Version
-from regrow.plan.mesh import ALONE
+from regrow.errors import CheckpointError
+from regrow.forecast.memory import plan_snapshot_memory
+from regrow.model.size import rank_state_bytes
+from regrow.parallel.stream import HostStream
+from regrow.plan.mesh import ALONE, Coordinates, plan_mesh
 from regrow.runtime import memory_tier
 from regrow.runtime.abort import Breaker
 from regrow.runtime.keeper import KeeperInfo
-from regrow.runtime.memory_tier import MemoryTier, cannot_serve
+from regrow.runtime.memory_tier import ROOM_S, MemoryTier, cannot_serve
+from regrow.state.collective import PeerError
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.holders import Holders
 from regrow.state.memory.reader import Restored
 from regrow.state.memory.transport import TransportError
 from support.keepers import wait_until
+from support.told import Told, one
 
 NODE, GENERATION = "node0", 5
 
@@ -174,6 +181,62 @@ def test_a_rank_that_copies_its_state_from_other_nodes_is_seen_to_read_it(
     newcomer.secret = b"secret"
     assert newcomer.restore([], ALONE, at_least=1) is not None
     assert seen == [Phase.restore, Phase.forming]
+
+
+def without_room(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch, told: Told, *, copied: int) -> Exception:
+    """What the first of four ranks of `NODE` fails with in the newest group, whose members on other nodes have room:
+    its own node's is a byte less than is needed with copies of so many others."""
+    group = [(member.node, member.node) for member in told.control.group.membership.current]
+    mesh, config = plan_mesh(len(group), 1), tier.job.config
+    need = plan_snapshot_memory(
+        rank_bytes=rank_state_bytes(config.model, config.optim.moments, mesh),
+        most_rank_bytes=tier._most_rank_bytes(),
+        slots=config.snapshot.slots,
+        ranks_on_node=4,
+        ranks_copied=copied,
+    )
+
+    def gathered(mine: Any) -> Any:
+        if len(mine) == 2:
+            return group
+        return [(mine[0] if node == NODE else "", node != "large", ROOM_S + 1.0) for node, _ in group]
+
+    monkeypatch.setattr(memory_tier, "gather", gathered)
+    monkeypatch.setattr(tier, "_room", lambda: need.total - 1)
+    tier._has_held = True
+    with pytest.raises(Exception, match="GB are needed") as caught:
+        tier.start([], Coordinates(mesh, 0), GENERATION, HostStream())
+    return caught.value
+
+
+def test_a_node_that_has_no_room_for_copies_of_a_larger_one_that_comes_trains_on_without_it(
+    newcomer: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks were expelled, three times, and its host was quarantined for an hour."""
+    told = Told(max_workers=16)
+    small = [one(4 * number + pid, node) for number, node in enumerate((NODE, "other")) for pid in range(4)]
+    told.form(*small)
+    told.begin([NODE, "other"])
+    told.row(1)
+    large = [one(8 + pid, "large") for pid in range(8)]
+    assert len(told.form(*small, *large).members) == 16
+    told.clear()
+    error = without_room(newcomer, monkeypatch, told, copied=8)
+    assert isinstance(error, PeerError)
+    told(e.Broke(told.control.generation, str(error)))
+    assert list(told.form(*small, *large).members) == small
+    told.begin([NODE, "other"], 1)
+    told.row(2)
+    assert told.records("quarantine") == []
+    assert {each["node"] for each in told.records("unfit")} == {"large"}
+
+
+def test_a_node_that_had_no_room_in_a_group_without_newcomers_either_has_trouble_of_its_own(
+    newcomer: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(max_workers=16)
+    told.form(*[one(at, node) for at, node in enumerate([NODE] * 4 + ["other"] * 4 + ["large"] * 8)])
+    assert isinstance(without_room(newcomer, monkeypatch, told, copied=4), CheckpointError)
 
 
 def test_a_keeper_that_cannot_work_is_said_with_what_to_set() -> None:

@@ -43,6 +43,13 @@ def may_wait(problems: Sequence[str], known: Sequence[bool], waited_s: float) ->
     return all(full) and waited_s <= (NO_ROOM_S if len(full) == len(problems) else ROOM_S)
 
 
+def ranks_at(node: str, group: Sequence[tuple[str, str]], *, copies: int) -> tuple[int, int]:
+    """How many of a group's ranks, each by its (node, failure domain), are on a node, and how many copies are kept
+    there of other nodes' ranks."""
+    nodes, peers = [each for each, _ in group], plan_peers(list(dict(group).items()), copies=copies)
+    return nodes.count(node), ranks_copied(peers, nodes)[node]
+
+
 def cannot_serve(node: str, folder: str, error: Exception) -> str:
     """What to do where a node's keeper cannot work, for this."""
     if isinstance(error, TransportError):
@@ -175,14 +182,16 @@ class MemoryTier:
         """Make this rank's slots for a generation whose steps run on `stream`.
 
         Raises CheckpointError where this node's memory is too small, PeerError where another one's is: at once for a
-        newcomer's, and where the run begins; else once what has taken the memory did not go for a while.
+        newcomer's, and where the run begins; else once what has taken the memory did not go for a while. PeerError also
+        where this node's would do without newcomers, which are to go first.
         """
-        domains = gather((self.node, self.domain))
-        nodes, peers = [node for node, _ in domains], plan_peers(list(dict(domains).items()), copies=self.config.copies)
-        copied = ranks_copied(peers, nodes)[self.node]
+        group = gather((self.node, self.domain))
+        here = partial(ranks_at, self.node, copies=self.config.copies)
+        on_node, copied = here(group)
         begun = time.monotonic()
         while True:
-            problem, snapshots = self._shortage(coordinates.mesh, nodes.count(self.node), copied), None
+            shortage, snapshots = self._shortage(coordinates.mesh, on_node, copied), None
+            problem = shortage
             if not problem:
                 try:
                     with self.phase(Phase.restore):  # a new process makes its memory
@@ -192,7 +201,7 @@ class MemoryTier:
                             coordinates=coordinates,
                             run_id=self.job.run_id,
                             generation=generation,
-                            writers=nodes.count(self.node),
+                            writers=on_node,
                             num_slots=self.config.slots,
                             submit=stream.submit if stream.num_ahead else None,
                             arenas=self._arenas,
@@ -205,7 +214,9 @@ class MemoryTier:
             if snapshots is not None:
                 snapshots.discard()
             if not may_wait(problems, known, waited_s[0]):
-                if problem:
+                proven = [each for each, has_held in zip(group, known, strict=True) if has_held]
+                is_newcomers = shortage and self._has_held and not self._shortage(coordinates.mesh, *here(proven))
+                if problem and not is_newcomers:
                     raise CheckpointError(f"{problem}; or take no snapshots: snapshot.every_steps=0")
                 raise PeerError(next(filter(None, problems)))
             if problem:
