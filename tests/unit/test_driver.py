@@ -14,6 +14,8 @@ import ray
 from ray import cloudpickle
 
 from regrow.config.schema import ClusterConfig, DataConfig, OptimConfig, PretrainConfig, RunConfig
+from regrow.control.membership import ENDS_WITH_JOB
+from regrow.control.states import Settling
 from regrow.data.preflight import Outlook
 from regrow.data.read.corpora import Corpora
 from regrow.data.read.manifest import Shard
@@ -96,6 +98,20 @@ def test_a_group_of_which_a_restarted_coordinator_saw_no_beginning_is_shown_with
     assert session._show() == ""
     assert (rows, session.shown) == ([1], 2)
     assert session.console.said == [unseen.sentence()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_in_memory_alone_is_kept_only_where_the_ray_cluster_outlives_the_job(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A RayJob's ends with it: the line promised that the same command goes on from the step, and it never did."""
+    if ends:
+        monkeypatch.setenv(ENDS_WITH_JOB, "1")
+    config = PretrainConfig(cluster=ClusterConfig(address="auto"))
+    line = driver._missing(config, Settling(False, "no room", 7, ("0123456789abcdef",)))
+    assert line.startswith("step 7 is committed in memory and is not in storage (no room); ")
+    assert line.endswith("it is lost with the Ray cluster, which ends with this job") is ends
+    assert ("node 0123456789ab keeps it for snapshot.abandon_after_s=600: the same command" in line) is not ends
 
 
 def test_a_batch_larger_than_the_corpus_is_refused_before_there_is_a_run(

@@ -25,6 +25,7 @@ from jsonschema import Draft202012Validator
 
 from regrow.config.schema import Network, PretrainConfig, SubmitJobConfig
 from regrow.config.store import pretrain_config, to_dataclass, to_dict
+from regrow.control.membership import ENDS_WITH_JOB
 from regrow.drill.processes import wait_until_gone
 from regrow.errors import ConfigError
 from regrow.forecast.memory import plan_snapshot_memory
@@ -479,6 +480,13 @@ def test_ray_starts_with_all_open_files_that_the_host_allows_or_with_what_the_us
         line = "ulimit() { printf '%s ' $@; }; ulimit -n ${RAY_START_ULIMIT_OPEN_FILES:-65536}"
         done = subprocess.run(["/bin/bash", "-c", "--", line], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["-n", "131072" if given else "hard"]
+
+
+def test_the_driver_is_told_that_its_cluster_ends_with_it() -> None:
+    _, (*_, manifest) = rendered(["+cluster=h100x64"])
+    assert manifest["spec"]["shutdownAfterJobFinishes"] is True
+    pod = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert {"name": ENDS_WITH_JOB, "value": "1"} in pod["containers"][0]["env"]
 
 
 def test_the_config_hash_is_the_runs_and_not_the_sites() -> None:

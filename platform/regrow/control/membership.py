@@ -23,6 +23,7 @@ from regrow.plan.tree import parent_of
 
 LAST_CALL_S = 1.0  # for members that are late: their calls may wait where the coordinator has not answered for a while
 NODE_NAME = "REGROW_NODE_NAME"  # environment: the host's name, where a process would see that of a pod
+ENDS_WITH_JOB = "REGROW_CLUSTER_ENDS_WITH_JOB"  # environment of a driver: set where its Ray cluster ends with its job
 
 
 @dataclass(frozen=True)

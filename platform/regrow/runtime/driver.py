@@ -21,6 +21,7 @@ from regrow.config.check import check, geometry
 from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.spares import most_workers
 from regrow.config.store import STARTED_AT
+from regrow.control.membership import ENDS_WITH_JOB
 from regrow.control.states import Settling
 from regrow.data.preflight import check_corpus
 from regrow.data.prepare.distribute import on_ray
@@ -415,6 +416,8 @@ def _missing(config: PretrainConfig, settling: Settling) -> str:
     found = f"step {settling.unstored} is committed in memory and is not in storage{why}"
     if _ray_is_ours(config):
         return f"{found}; it is lost with the Ray that this job started on this machine"
+    if ENDS_WITH_JOB in os.environ:
+        return f"{found}; it is lost with the Ray cluster, which ends with this job"
     nodes = ", ".join(node[:12] for node in settling.nodes)
     return (
         f"{found}; node {nodes} keeps it for snapshot.abandon_after_s={config.snapshot.abandon_after_s:.0f}: "

@@ -8,7 +8,7 @@ from regrow.config.check import topologies
 from regrow.config.ray_health import health_checks
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
 from regrow.config.spares import most_workers
-from regrow.control.membership import NODE_NAME
+from regrow.control.membership import ENDS_WITH_JOB, NODE_NAME
 from regrow.forecast.estimate import most_rank_bytes, snapshot_bytes
 from regrow.storage import local_path
 from regrow.submit.node_labels import CREDENTIALS
@@ -120,6 +120,7 @@ def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: d
     env = {
         **{f"RAY_{name}": str(value) for name, value in health_checks(submit.host_silence_s).items()},
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s(config, submit)),
+        ENDS_WITH_JOB: "1",
         **OPEN_FILES,
         **submit.env,
     }
