@@ -206,6 +206,66 @@ def test_a_host_whose_processes_have_the_same_trouble_again_and_again_is_left_al
     assert told.control.excluded_nodes(told.now) == {"new"}
 
 
+def dies_before_it_joins(told: Told, node: str, *pids: int, left: int = 2, detail: str = "the OOM killer") -> None:
+    """As Ray Train tells it, again and again."""
+    for _ in range(2):
+        for pid in pids:
+            detail = f"process {pid} on node {node}: {detail}"
+            told(e.Died(((node, pid),), left, Cause.worker_died, detail))
+        told(e.Placed({node: 1}))
+
+
+def test_a_host_whose_processes_die_before_they_join_again_and_again_is_left_alone() -> None:
+    """They say nothing before, as one that is killed where memory is short."""
+    told = Told(quarantine_failures=3)
+    training(told, A, B)
+    told(e.Placed({}))
+    told.clear()
+    for attempt in range(3):
+        assert told.control.excluded_nodes(told.now) == set()
+        dies_before_it_joins(told, "new", *range(10 * attempt + 10, 10 * attempt + 18))  # eight count once
+        told.now += 15.0
+    assert told.control.excluded_nodes(told.now) == {"new"}
+    said = told.records("unfit")
+    assert [each["pid"] for each in said] == [pid for ten in (10, 20, 30) for pid in range(ten, ten + 8)]
+    assert said[0]["detail"] == "it died before it joined: the OOM killer"
+
+
+@pytest.mark.parametrize("why", ["told by Ray", "its node", "its node, says Ray", "to go", "known", "over", "earlier"])
+def test_what_ends_a_process_that_has_not_joined_and_is_not_its_hosts_fault_counts_for_nothing(why: str) -> None:
+    told, detail = Told(Past(1, 10, restarted=True), quarantine_failures=1), "it died"
+    training(told, A, B, step=10)
+    if why != "earlier":  # a coordinator that is restarted hears first of what another one knew
+        told(e.Placed({}))
+    told.clear()
+    if why == "its node":
+        told(e.NodesAlive(frozenset("ab")))
+    elif why == "its node, says Ray":
+        detail = "the actor's node was terminated unexpectedly: health check failed"
+    elif why == "to go":
+        told(e.Notice({"new": told.now + 100.0}))
+    elif why == "known":
+        told.join(NEW)
+    elif why == "over":
+        told(e.StopAsked("interrupted"))
+    dies_before_it_joins(told, "new", 3, detail=detail)
+    counts = why == "told by Ray"
+    assert (told.records("quarantine") != []) == (told.records("unfit") != []) == counts
+
+
+def test_a_process_that_said_why_it_ends_counts_once() -> None:
+    told = Told(quarantine_failures=2)
+    training(told, A, B)
+    told(e.Placed({}))
+    told(e.Unfit("new", 3, "its GPU computes wrong"))
+    trouble(told, FIT, generation=0)
+    told.now += 20.0
+    dies_before_it_joins(told, "new", 3)
+    dies_before_it_joins(told, "fit", 4)
+    assert told.control.excluded_nodes(told.now) == set()
+    assert len(told.records("unfit")) == 2
+
+
 # a process, and what it makes of it
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from regrow.control.commands import Outbox
 from regrow.control.events import KeeperUp, NodesAlive
 from regrow.control.membership import Member, Membership
-from regrow.control.nodes import NodeFailures
+from regrow.control.nodes import OF_NODE, NodeFailures
 from regrow.record.events import Cause, FaultKind
 
 OF_CUDA = re.compile(r"\b(CUDA|cuDNN|cuBLAS|ECC|Xid)\b|CUDAError|AcceleratorError", re.IGNORECASE)
-OF_NODE = re.compile(r"node (was terminated|was marked dead|died|has died)", re.IGNORECASE)  # in Ray's words
 
 
 @dataclass

@@ -98,6 +98,11 @@ class Group(Losses):
 
     def placed(self, event: Placed, now: float) -> None:
         self.membership.placed = dict(event.workers)
+        self.nodes.hears_ray = True  # a view of it ends with this
+
+    def excluded_nodes(self, now: float) -> set[str]:
+        """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""
+        return self.nodes.refused(now) if self.too_few.yields(now) else self.nodes.excluded(now)
 
     def ask(self, event: Asked, now: float, *, last_snapshot_is_safe: bool, must_wait: Callable[[], bool]) -> None:
         """Answer a worker, having formed the next group if it can be formed, and need not wait for nodes."""

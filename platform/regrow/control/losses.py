@@ -75,6 +75,8 @@ class Losses:
         known = {(each.node, each.pid): each for each in [*membership.current, *membership.waiting.values()]}
         if event.cause == Cause.worker_hung:  # they are to go
             self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(gone - self.ended))
+        if self.ending is None and not any(self.keepers.is_dead(node) for node, _ in gone):
+            self.nodes.died(event, now)
         self.ended |= gone
         self.troubles.forget(gone)
         dead = [known[each].id for each in event.processes if each in known]
@@ -260,10 +262,6 @@ class Losses:
             self._told_over = self.generation
             nodes = self.keepers.known_of(member.node for member in self.membership.current)
             self.out.append(TellOver(self.generation, nodes))
-
-    def excluded_nodes(self, now: float) -> set[str]:
-        """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""
-        return self.nodes.refused(now) if self.too_few.yields(now) else self.nodes.excluded(now)
 
     def _is_turned_away(self, member: Member) -> bool:
         if (member.node, member.pid) not in self.ended:

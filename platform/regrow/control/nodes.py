@@ -1,15 +1,18 @@
 """Node exclusions: nodes that a group does without, because they are draining or their host is quarantined. Pure."""
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from regrow.control.commands import Kill, Outbox
-from regrow.control.events import GpuError, Notice, Unfit
+from regrow.control.events import Died, GpuError, Notice, Unfit
 from regrow.control.membership import Member, Membership
+from regrow.record.events import Cause
 
 MARGIN_S = 10.0  # before a node is taken away, the group has left it: its last snapshot needs a moment elsewhere
 MARGIN_STEPS = 4  # a row's answer is read by all ranks of a device three steps later; a row comes once a step
+OF_NODE = re.compile(r"node (was terminated|was marked dead|died|has died)", re.IGNORECASE)  # in Ray's words
 TOGETHER_S = 5.0  # processes of a host that fail within this fail for one reason
 
 
@@ -76,6 +79,8 @@ class NodeFailures:
     membership: Membership
     out: Outbox
     machines: dict[str, str] = field(default_factory=dict)  # the hosts of all nodes that workers have come from
+    heard_of: set[tuple[str, int]] = field(default_factory=set)  # by node and pid, processes that have said something
+    hears_ray: bool = False  # before, what Ray Train tells may be of an earlier coordinator's time
     with_gpu_errors: dict[str, int] = field(
         default_factory=dict
     )  # nodes, and the generation: of the hardware, its last
@@ -85,6 +90,7 @@ class NodeFailures:
     def met(self, member: Member) -> None:
         """A process of this node has come."""
         self.machines[member.node] = member.machine or member.node
+        self.heard_of.add((member.node, member.pid))
 
     def excluded(self, now: float) -> set[str]:
         """Nodes that no group is to be on."""
@@ -110,10 +116,21 @@ class NodeFailures:
     def unfit(self, event: Unfit, now: float) -> None:
         self.out.record("unfit", node=event.node, pid=event.pid, detail=event.detail)
         self.machines.setdefault(event.node, event.machine or event.node)
+        self.heard_of.add((event.node, event.pid))
         host = self._hosts()(event.node)
         if now - self._unfit_at.get(host, now - TOGETHER_S) >= TOGETHER_S:
             self._unfit_at[host] = now
             self.failed(event.node, now)
+
+    def died(self, event: Died, now: float) -> None:
+        """Of these some may have died before they joined: what starts in their places would again, elsewhere it may
+        not. What goes with its node, or would have to soon, is no failure of that."""
+        if event.cause != Cause.worker_died or not self.hears_ray or OF_NODE.search(event.detail):
+            return
+        for node, pid in event.processes:
+            if (node, pid) not in self.heard_of and node not in self.exclusions.going:
+                said = event.detail.removeprefix(f"process {pid} on node {node[:12]}: ")
+                self.unfit(Unfit(node, pid, f"it died before it joined: {said}"), now)
 
     def gpu_error(self, event: GpuError, now: float) -> None:
         """The process that meets it fails by itself, if it does."""

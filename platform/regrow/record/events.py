@@ -617,7 +617,7 @@ class Cleared(Event):
 @dataclass(frozen=True, kw_only=True)
 class Unfit(GroupIncident):
     """A process may not train: its device computes wrong, its node's link or memory does not do, it alone has an error,
-    or the group broke with it."""
+    it died before it joined, or the group broke with it."""
 
     node: str  # id
     pid: int  # of the process
