@@ -747,7 +747,9 @@ class Job:
 
 
 FAILED = [*STARTED, event("stopped", 31, step=10, reason="failed", detail="three groups in a row ended")]
+STOPPED = [*STARTED, event("stopped", 31, step=10, reason="interrupted")]
 BEFORE = "the attempt before it: failed: three groups in a row ended"
+BEFORE_STOPPED = "the attempt before it: stopped: it was asked to"
 
 
 def test_what_the_attempt_before_left_is_not_what_a_job_of_kubernetes_does_now(kubernetes: Path) -> None:
@@ -766,25 +768,40 @@ def test_what_the_attempt_before_left_is_not_what_a_job_of_kubernetes_does_now(k
     assert (found.state, found.since, found.detail) == (State.starting, T0 + 90, BEFORE)
     assert (found.step, found.eta_s, found.job[0]) == (10, None, "Running (RUNNING)")
     assert of_attempt_that_began(0, **alive).state is State.failed  # it wrote that itself
-    assert of_attempt_that_began(90, jobDeploymentStatus="Failed", jobStatus="FAILED").state is State.failed
+    over = {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "endTime": "2023-11-14T22:15:00Z"}
+    assert of_attempt_that_began(90, **over).detail == BEFORE
+    assert of_attempt_that_began(0, **over).detail == "three groups in a row ended"
+    storage.write_bytes("events.jsonl", b"".join(map(encode, STOPPED)))  # before, the job that failed was shown as this
+    found = of_attempt_that_began(90, **over)
+    assert (found.state, found.since, found.detail) == (State.failed, T0 + 100, BEFORE_STOPPED)
+    found = of_attempt_that_began(90, **over | {"jobStatus": "STOPPED"})
+    assert (found.state, found.detail) == (State.stopped, "it was asked to")
     storage.write_bytes("events.jsonl", b"".join(map(encode, STARTED)))  # its head is gone, and said nothing
     found = of_attempt_that_began(90, **alive)
     assert (found.state, found.detail) == (State.starting, "the attempt before it: silent: it was training")
 
 
-@pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.parametrize(
+    ("began", "status", "left", "shown"),
+    [
+        (90, JobStatus.RUNNING, "failed", (State.starting, BEFORE)),
+        (90, JobStatus.FAILED, "failed", (State.failed, BEFORE)),
+        (90, JobStatus.FAILED, "stopped", (State.failed, BEFORE_STOPPED)),  # before, it was shown as stopped
+        (90, JobStatus.STOPPED, "stopped", (State.stopped, "it was asked to")),
+        (0, JobStatus.FAILED, "failed", (State.failed, "three groups in a row ended")),  # it wrote that itself
+    ],
+)
 def test_what_the_attempt_before_left_is_not_what_a_job_of_ray_does_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: int, status: JobStatus, left: str, shown: tuple[State, str]
 ) -> None:
     entrypoint = f"python -m jobs.pretrain run.name=mine run.storage_path={tmp_path}"
-    client = SimpleNamespace(
-        list_jobs=lambda: [Job(entrypoint, int(T0 + 90) * 1000, JobStatus.RUNNING if alive else JobStatus.FAILED)]
-    )
+    client = SimpleNamespace(list_jobs=lambda: [Job(entrypoint, int(T0 + began) * 1000, status)])
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: client)
-    storage = write(tmp_path / "mine", ROWS, FAILED)
+    monkeypatch.setattr(job_status, "is_here", lambda *_: False)
+    storage = write(tmp_path / "mine", ROWS, {"failed": FAILED, "stopped": STOPPED}[left])
     monkeypatch.setattr(job_status, "_ask", lambda client, job, folder: read_status(storage).to_json())
     found = on_ray("http://head:8265", run=None)()
-    assert (found.state, found.detail == BEFORE) == (State.starting if alive else State.failed, alive)
+    assert (found.state, found.detail) == shown
 
 
 def test_what_kubernetes_knows_is_said_without_a_way_to_the_bucket(

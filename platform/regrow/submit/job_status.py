@@ -57,8 +57,11 @@ def on_kubernetes(name: str, *, namespace: str, context: str | None) -> Look:
             except ClusterError as error:
                 why = str(error)
             else:
+                begun_at = unix(status.get("startTime"), 0.0)
                 if not over:
-                    read = _of_attempt(read, unix(status.get("startTime"), 0.0))
+                    read = _of_attempt(read, begun_at, State.starting, begun_at)
+                elif ended is State.failed:
+                    read = _of_attempt(read, begun_at, ended, unix(status.get("endTime"), begun_at))
                 known = not over or read.state in (State.finished, State.stopped, State.failed)
                 return replace(read, job=lines, state=read.state if known else ended)
         if over:
@@ -99,7 +102,11 @@ def on_ray(address: str, *, run: str | None) -> Look:
                 read = _parse(_ask(client, found, folder))
             except RegrowError as error:
                 return _not_read(name, folder, lines, str(error))
-            return replace(read if found.status.is_terminal() else _of_attempt(read, begun_at), job=lines)
+            if not found.status.is_terminal():
+                read = _of_attempt(read, begun_at, State.starting, begun_at)
+            elif found.status.value == "FAILED":
+                read = _of_attempt(read, begun_at, State.failed, (found.end_time or found.start_time or 0) / 1000)
+            return replace(read, job=lines)
         except (RuntimeError, OSError) as error:  # of Ray's client
             raise ClusterError(f"{address} does not answer: {refusal(error)}") from error
 
@@ -206,12 +213,12 @@ def _parse(text: str) -> Status:
     raise ClusterError(f"the run's folder cannot be read over there: {lines[-1] if lines else 'no answer'}")
 
 
-def _of_attempt(read: Status, begun_at: float) -> Status:
-    """The status of an attempt that is alive since then, unix time: where the run was last heard before, it starts."""
+def _of_attempt(read: Status, begun_at: float, silent: State, since: float) -> Status:
+    """The status of an attempt that began then, unix time: `silent` and `since` where it has not been heard yet."""
     if read.heard_at is None or read.heard_at >= begun_at - EARLIER_S:
         return read
     detail = f"the attempt before it: {read.state.value}" + (f": {read.detail}" if read.detail else "")
-    return replace(read, state=State.starting, since=begun_at, detail=detail, eta_s=None, suspects=[], ranks=[])
+    return replace(read, state=silent, since=since, detail=detail, eta_s=None, suspects=[], ranks=[])
 
 
 def _not_read(run: str, folder: str, lines: list[str], error: str) -> Status:
