@@ -1073,6 +1073,9 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
         observe=ObserveConfig(tensorboard=False, metrics=False),
     )
     made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
+    monkeypatch.setattr(fleet, "running_keepers", lambda run_id: {})
+    monkeypatch.setattr(module, "this_actor", lambda: None)
+    made.adopt_keepers()
     keeper = Keeper("node")
     generation = train(made, keeper)
     for step in range(1, 6):
@@ -1185,15 +1188,19 @@ def test_what_storage_does_not_take_stays_with_its_keepers_and_one_line_says_so(
         ("await_coordinator", KeyboardInterrupt(), "interrupted"),
     ],
 )
-def test_a_job_that_ends_before_it_has_workers_says_so_in_the_log(
+def test_a_job_that_ends_before_it_has_workers_says_so_in_the_log_and_leaves_keepers_that_it_does_not_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException, reason: str
 ) -> None:
-    """Before, status found no word of its end, and the next job counted a driver that had died."""
+    """Before, status found no word of its end, and the next job counted a driver that had died; and the keepers of an
+    earlier job, which nothing had asked yet what they hold, were ended with what they held."""
 
     def fail(*_: object) -> None:
         raise error
 
-    config = PretrainConfig(observe=ObserveConfig(tensorboard=False, metrics=False))
+    config = PretrainConfig(
+        cluster=ClusterConfig(address="auto"), observe=ObserveConfig(tensorboard=False, metrics=False)
+    )
+    ended = list[str]()
     monkeypatch.setattr(
         driver,
         "make_coordinator",
@@ -1204,8 +1211,9 @@ def test_a_job_that_ends_before_it_has_workers_says_so_in_the_log(
     monkeypatch.setattr(driver if place == "await_coordinator" else Session, place, fail)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
     monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference.outcome.result(timeout))
-    monkeypatch.setattr(fleet, "running_keepers", lambda run_id: {})
-    run, terminal = Run(Storage.at(tmp_path), "run", None), Terminal()
+    monkeypatch.setattr(fleet, "running_keepers", lambda run_id: {"node": "the keeper that holds step 150"})
+    monkeypatch.setattr(fleet, "end_keepers", ended.extend)
+    run, terminal = Run(Storage.at(tmp_path), "run", 100), Terminal()
     with pytest.raises(type(error)) as caught:
         Session(
             config,
@@ -1220,6 +1228,13 @@ def test_a_job_that_ends_before_it_has_workers_says_so_in_the_log(
     assert caught.value is error
     last = read_events(run.folder)[-1]
     assert (last["event"], last["reason"], last["detail"]) == ("stopped", reason, str(error))
+    assert ended == []
+
+
+def test_a_job_that_ends_before_it_has_workers_says_what_the_one_before_has_left_in_memory(session: Session) -> None:
+    driver._end_unbegun(session, KeyboardInterrupt())
+    assert "step 5 is committed in memory and is not in storage; node node keeps it" in said(session)[-1]
+    assert session.ended == []  # type: ignore[attr-defined]
 
 
 def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: Session, tmp_path: Path) -> None:
@@ -1233,10 +1248,16 @@ def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: S
     assert session.ended == []  # type: ignore[attr-defined]
 
 
-def controllers_end_at_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+REFUSED = ray.exceptions.ActorDiedError(
+    ray.exceptions.RayTaskError("TrainController.__init__", "...\nOSError: refused", OSError("refused"))
+)
+
+
+def controllers_end_at_once(
+    session: Session, monkeypatch: pytest.MonkeyPatch, error: ray.exceptions.RayError = REFUSED
+) -> list[bool]:
     """As Ray tells of one whose constructor raised: it reads storage there. How often another one was made."""
-    cause = ray.exceptions.RayTaskError("TrainController.__init__", "...\nOSError: refused", OSError("refused"))
-    error, more = ray.exceptions.ActorDiedError(cause), list[bool]()
+    more = list[bool]()
 
     def fit() -> None:
         raise error
@@ -1277,6 +1298,20 @@ def test_controllers_end_the_job_after_as_many_failures_as_it_may_have(
     with pytest.raises(RegrowError, match=said):
         session.train()
     assert len(more) == 2
+
+
+def test_a_controller_on_a_node_without_memory_is_followed_by_another_one(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray has an error of its own for that, which is none of an actor's: the run ended."""
+    monkeypatch.setattr(driver, "AGAIN_S", 0.0)
+    session.config.cluster.max_failures = 1
+    killed = ray.exceptions.OutOfMemoryError("Memory on the node was 9GB used\nMemory usage exceeded\nadvice")
+    more = controllers_end_at_once(session, monkeypatch, killed)
+    said = r"^Ray Train's controller died 2 times, with .*: Memory on the node was 9GB used; Memory usage exceeded"
+    with pytest.raises(RegrowError, match=said):
+        session.train()
+    assert more == [False]
 
 
 def test_a_job_that_is_stopped_while_its_controllers_end_waits_for_no_other(

@@ -199,12 +199,13 @@ class Coordinator(Seats, Drained, Verified):
     def close(self, step: int, reason: str, detail: str, keep: bool) -> str:
         """Write the last event and flush everything; what could not be written, or empty.
 
-        Nothing stays in memory, but for the newest step where storage does not have it and it is to be kept.
+        Nothing stays in memory, but for the newest step where storage does not have it, or it is not known whether it
+        has, and it is to be kept.
         """
         self.shell.tell(e.Closed())  # what still writes is fenced off
-        control = self.shell.control
-        if not control.is_superseded and (not keep or control.settling.unstored is None):
-            self.shell.fleet.close()
+        control, fleet = self.shell.control, self.shell.fleet
+        if not control.is_superseded and (not keep or (fleet.has_adopted and control.settling.unstored is None)):
+            fleet.close()
         self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
         return self.shell.close()
 

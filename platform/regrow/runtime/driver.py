@@ -242,7 +242,7 @@ class Session:
         while True:
             before = self.answer(self.coordinator.ready.remote())
             fatal, error = self._fit()
-            if fatal or not isinstance(error, ray.exceptions.RayActorError):
+            if fatal or not isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
                 return fatal, error
             detail = f"Ray Train's controller, and its workers with it: {_why_it_died(error)}"
             self.answer(self.coordinator.group_failed.remote(Cause.controller_died, detail, []))
@@ -392,19 +392,25 @@ class Interrupts(StopRequest):
 
 
 def _end_unbegun(session: Session, error: BaseException) -> None:
-    """Write the log's end where no group was formed yet; the coordinator may not be up."""
+    """Write the log's end where no group was formed yet; the coordinator may not be up. What an earlier job has left in
+    memory is said, as far as it is known."""
     step, console = session.run.resumed_step or 0, session.console
     with contextlib.suppress(ray.exceptions.RayError):
-        if not isinstance(error, KeyboardInterrupt):
-            session.close(step, "failed", str(error))
-            return
-        console.message("ending the run's log; once more to leave at once")
-        if lost := session.close(step, INTERRUPTED, "", UNBEGUN_S):
+        if isinstance(error, KeyboardInterrupt):
+            console.message("ending the run's log; once more to leave at once")
+            lost = session.close(step, INTERRUPTED, "", UNBEGUN_S)
+        else:
+            lost = session.close(step, "failed", str(error))
+        if lost:
             console.message(lost)
+        if missing := _missing(session.config, ray.get(session.coordinator.settling.remote(), timeout=ASK_S)):
+            console.message(missing)
 
 
-def _why_it_died(error: ray.exceptions.RayActorError) -> str:
+def _why_it_died(error: ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError) -> str:
     """What Ray says of an actor that is gone, a line: the last one is its constructor's error."""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return last_line(error)
     return str(error).strip().splitlines()[-1][:200] if error.actor_init_failed else first_line(error)
 
 

@@ -57,6 +57,7 @@ class Fleet:
         self._unheard: dict[str, Any] = {}  # keepers by node that have not said yet what they hold
         self._pending: dict[Future[Any], Then] = {}
         self._has_late = False  # a keeper has answered late what it holds
+        self.has_adopted = False  # keepers of an earlier coordinator were looked for, and asked what they hold
         self._connections = HeldConnections()
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
@@ -86,6 +87,7 @@ class Fleet:
             return self.register(handle, answer.result(), restarted=True)
 
         self._pending |= {call: partial(then, handle=handle) for call, handle in late.items()}
+        self.has_adopted = True
         return [*found, self._found()]
 
     def other_settings(self, mine: KeeperSettings) -> str:
