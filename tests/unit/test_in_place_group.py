@@ -12,13 +12,17 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
-from ray.train import WorkerGroupError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RuntimeEnvSetupError
+from ray.train import ControllerError, FailureConfig, WorkerGroupError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
+    WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
@@ -26,7 +30,7 @@ from ray.train.v2._internal.execution.worker_group.state import WorkerGroupConte
 from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.runtime import ray_train
 from regrow.runtime.backend import last_line
-from regrow.runtime.ray_train import VIEW_S, InPlaceGroup, Places
+from regrow.runtime.ray_train import VIEW_S, InPlaceGroup, Places, remove_places
 from regrow.runtime.trainer import build_trainer
 from support.full_disk import full_disk
 
@@ -598,7 +602,115 @@ def test_too_little_room_is_said_once_and_ends_the_run_after_wait_for_workers_s(
     assert "cluster.wait_for_workers_s" in group.failed[0][0]
     monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
     group._start_impl(None)
-    assert InPlaceGroup.waits_since is None
+    assert InPlaceGroup.starts.waits_since is None
+
+
+def test_room_is_looked_for_every_second_or_so_though_ray_waits_for_whole_seconds_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asked to wait for half a second it answered at once: the controller and the GCS were busy with that."""
+    looks = list[int]()
+    group = SimpleNamespace(wait=lambda seconds: time.sleep(int(seconds)))
+    monkeypatch.setattr(ray_train.ray.util, "placement_group", lambda *_, **options: group)
+    monkeypatch.setattr(Places, "_placed", lambda places: looks.append(len(looks)) or [])
+    places = Places("run", {"CPU": 1.0}, at_first=3, least=1, most=4, unit=1, room=lambda: 0)
+    assert not places.wait(2.0)
+    assert len(looks) <= 10
+
+
+def test_places_that_are_removed_are_not_removed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray forgets none: at each start of a group it was asked for all that there ever were."""
+    ids, removed = ["0a" * 18, "0b" * 18, "0c" * 18], list[str]()
+    tables = zip(ids, [("run:1", "REMOVED"), ("run:2", "PENDING"), ("other:1", "PENDING")], strict=True)
+    table = {number: {"name": name, "state": state} for number, (name, state) in tables}
+    monkeypatch.setattr(ray_train.ray.util, "placement_group_table", lambda: table)
+    monkeypatch.setattr(ray_train.ray.util, "remove_placement_group", lambda group: removed.append(group.id.hex()))
+    remove_places("run")
+    assert removed == [ids[1]]
+
+
+MEMORY = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 3ba4fbd28a) "
+    "was 3.09GB used / 23.54GB limit (0.131448)\n"
+    "OOM kill reason: Memory usage 3286450176B exceeded threshold of 25276504B (0.1% of 25276502016B limit)\n"
+)
+ADVICE = "Object store memory usage: [- objects spillable: 0\n]\nRefer to the documentation on how to address it"
+
+
+class Starting:
+    """A group whose start comes to nothing, in a process that starts no other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.group, self.slept_s, self.removed = Group(monkeypatch), list[float](), 0
+        monkeypatch.setattr(InPlaceGroup, "starts", ray_train.Starts())
+        monkeypatch.setattr(ray_train.time, "sleep", self.slept_s.append)
+        self._patch = monkeypatch
+
+    def start(self, error: Exception) -> WorkerGroupStartupFailedError:
+        def dies(*_: Any) -> None:
+            raise error
+
+        def shutdown() -> None:
+            self.removed += 1
+
+        self._patch.setattr(WorkerGroup, "_start_impl", dies)
+        with pytest.raises(WorkerGroupStartupFailedError) as raised:
+            self.group._start_impl(SimpleNamespace(shutdown=shutdown))
+        return raised.value
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> Starting:
+    return Starting(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OutOfMemoryError(MEMORY + ADVICE), RuntimeEnvSetupError("no pip"), ActorDiedError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_workers_die_of_at_a_groups_start_it_is_started_again_after_a_while(
+    error: RayError, starting: Starting
+) -> None:
+    """Ray Train does so for a RayActorError as they are made; of any other, and where they begin to train, it ended."""
+    raised = starting.start(error)
+    assert raised.__cause__ is error
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=-1))
+    assert policy.make_decision(ControllerError(raised)) is FailureDecision.RETRY
+    assert policy.make_decision(ControllerError(error)) is FailureDecision.RAISE
+    said = f"no group of workers starts, and it is tried up to 10 times in a row: {last_line(error)}"
+    assert starting.group.notes == [("note", {"text": said})]
+    assert starting.removed == 1
+    assert not starting.group.has_started(), "one whose workers had begun already"
+    assert starting.slept_s == [ray_train.FILL_AFTER_S]
+
+
+def test_a_group_that_never_starts_ends_the_run_with_the_cause_and_is_told_of_once(starting: Starting) -> None:
+    made = WorkerGroupStartupFailedError("At least one of the worker actors failed to initialize.")
+    made.__cause__ = OutOfMemoryError(MEMORY + ADVICE)
+    for number in range(ray_train.STARTS_IN_VAIN):
+        assert starting.group.failed == []
+        assert len(starting.group.notes) == min(number, 1)
+        starting.start(made)
+    ((said,),) = starting.group.failed
+    assert said == f"no group of workers starts, tried 10 times in a row: {'; '.join(MEMORY.splitlines())}"
+    assert starting.slept_s[:3] == [3.0, 6.0, 12.0]
+    assert max(starting.slept_s) == ray_train.MOST_FILL_AFTER_S
+
+
+def test_a_group_that_starts_sets_the_starts_in_vain_back(starting: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+    starting.start(ActorDiedError())
+    assert InPlaceGroup.starts.in_vain == 1
+    Group(monkeypatch)
+    assert InPlaceGroup.starts.in_vain == 0
+
+
+def test_a_node_without_memory_is_told_with_what_was_in_use_and_what_may_be() -> None:
+    """Ray's last lines are what one may read, and how to turn it off."""
+    error, said = OutOfMemoryError(MEMORY + ADVICE), "; ".join(MEMORY.splitlines())
+    assert last_line(error) == said
+    assert last_line(WorkerHealthCheckFailedError("A worker health check failed.", error)) == said
+    assert last_line(ControllerError(error)) == said
 
 
 def test_an_error_of_a_train_function_is_told_by_its_first_line_and_of_ray_by_its_last() -> None:

@@ -65,7 +65,7 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
     from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
     from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
-    from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
+    from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
     from ray.train.v2.api import data_parallel_trainer
 
     source = inspect.getsource(WorkerGroup)
@@ -90,6 +90,7 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
         "_ended",
         "_ask",
         "told_at",
+        "starts",
         "_coordinator",
         "_most",
         "_avoided",
@@ -105,6 +106,8 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
     assert parameters(ReplicaGroup)[:2] == ["workers", "resources_per_worker"]
     assert callable(state.get_draining_nodes)
     assert callable(WorkerGroup.has_started)
+    assert callable(WorkerGroup._clear_state)
+    assert callable(WorkerGroupStateBuilder.shutdown)
 
 
 def test_the_callback_that_is_left_out_is_still_called_so() -> None:

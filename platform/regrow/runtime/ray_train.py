@@ -20,9 +20,11 @@ from typing import Any, ClassVar
 import ray
 from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
+from ray.exceptions import RayError
 from ray.train.backend import Backend
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
+    WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckTimeoutError,
 )
@@ -35,7 +37,7 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.config.spares import most_workers
 from regrow.process_log import say
 from regrow.record.events import Cause
@@ -45,9 +47,11 @@ from regrow.runtime.cluster import POLLS_PER_S, room_for
 
 MOST_LOOK_S = 1.0  # between Ray Train's polls, in which workers are asked, at POLLS_PER_S, and all else is looked after
 LOOK_S = 0.5  # between looks for room
+WAIT_S = 1  # for room, at most, from one look to the next: of less than a whole second Ray makes none
 STILL_S = 5.0  # without a further place, before a group begins with those it has: Ray tries again every second at most
 FILL_AFTER_S = 3.0  # from a worker's death, or a start in vain, to the first look for room in its place
 MOST_FILL_AFTER_S = 120.0  # the same where starts on one node are in vain again and again: it doubles up to that
+STARTS_IN_VAIN = 10  # of groups in a row, before the run is given up: some ten minutes
 STARTS_AT_ONCE = 32  # workers that come to a group
 FIRST_AT_ONCE = 1024  # workers that a group starts with: a thread each, which waits for its process
 START_S = 60.0  # for a new worker to take up its function
@@ -127,7 +131,7 @@ class Places(PlacementGroupHandle):
         seen_at = time.monotonic()
         give_up_at, there_was = seen_at + timeout_seconds, self._room() >= self.at_first
         for group in self.groups[: -(-self.at_first // self.unit)]:
-            while not group.wait(LOOK_S):
+            while not group.wait(WAIT_S):
                 placed = self._placed()
                 if len(placed) * self.unit > self.num_placed:
                     seen_at = time.monotonic()
@@ -198,15 +202,50 @@ def remove_places(run_id: str) -> None:
     """Give back what a controller that died had reserved: Ray keeps it for as long as the driver lives, and for good
     where it is reserved while the job already ends."""
     for number, table in ray.util.placement_group_table().items():
-        if table["name"].startswith(f"{run_id}:"):
+        if table["state"] != "REMOVED" and table["name"].startswith(f"{run_id}:"):  # Ray forgets none
             with contextlib.suppress(Exception):  # it is being removed
                 ray.util.remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(number)))
+
+
+class Starts:
+    """Of this process' groups, one after the other, as far as they come to nothing: the log says why, and a run for
+    which that goes on is given up."""
+
+    def __init__(self) -> None:
+        self.waits_since: float | None = None  # for `min_workers` places
+        self.in_vain, self._told = 0, ""  # in a row, and what the log has of them
+
+    def lack_room(self, placed: int, cluster: ClusterConfig, coordinator: CoordinatorClient) -> None:
+        """Say once that there is too little; the run ends where that has been so for too long."""
+        least, patience_s, now = cluster.min_workers, cluster.wait_for_workers_s, time.monotonic()
+        few = f"Ray has places for {placed} of cluster.min_workers={least} workers: the others' are in use, or gone"
+        if placed >= least:  # a node went meanwhile: planned anew
+            self.waits_since = None
+        elif self.waits_since is None:
+            self.waits_since = now
+            coordinator.note("note", {"text": f"{few}; the run waits for room, up to {patience_s:.0f} s"})
+        elif now - self.waits_since > patience_s:
+            more = "bring nodes, or let it wait longer with cluster.wait_for_workers_s"
+            coordinator.fail(f"{few}, for {patience_s:.0f} s; {more}")
+
+    def fail(self, error: Exception, coordinator: CoordinatorClient) -> None:
+        """Workers died, or could not be started; returns once it is time to try again."""
+        self.in_vain += 1
+        cause = error.__cause__ if isinstance(error, WorkerGroupStartupFailedError) and error.__cause__ else error
+        why = last_line(cause)
+        if self.in_vain >= STARTS_IN_VAIN:
+            coordinator.fail(f"no group of workers starts, tried {self.in_vain} times in a row: {why}")
+        elif why != self._told:
+            text = f"no group of workers starts, and it is tried up to {STARTS_IN_VAIN} times in a row: {why}"
+            coordinator.note("note", {"text": text})
+        self._told = why
+        time.sleep(min(FILL_AFTER_S * 2 ** (self.in_vain - 1), MOST_FILL_AFTER_S))
 
 
 class InPlaceGroup(WorkerGroup):
     """A worker group whose ranks die and come back one by one. Each worker is in a place, as those before it were."""
 
-    waits_since: ClassVar[float | None] = None  # for `min_workers` places: one group after the other, in one process
+    starts: ClassVar[Starts] = Starts()
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self.empty: dict[int, float] = {}  # places whose worker is gone, since when
@@ -233,9 +272,15 @@ class InPlaceGroup(WorkerGroup):
         try:
             super()._start_impl(worker_group_state_builder)
         except WorkerGroupStartupTimeoutError:
-            self._wait_for_room()
+            self.starts.lack_room(self._places.num_placed, self._cluster, self._coordinator)
             raise
-        InPlaceGroup.waits_since = None
+        except (RayError, WorkerGroupStartupFailedError) as error:
+            worker_group_state_builder.shutdown()  # workers that have begun already would form a group
+            if self.has_started():
+                self._clear_state()
+            self.starts.fail(error, self._coordinator)
+            raise WorkerGroupStartupFailedError("no group of workers starts") from error  # any other ends the run
+        InPlaceGroup.starts = Starts()
         self._place_of = list(range(len(self.get_workers())))  # of each of Ray Train's workers
 
     def at_first(self, planned: int) -> int:
@@ -257,20 +302,6 @@ class InPlaceGroup(WorkerGroup):
             room=lambda: room_for(self._cluster, self._unit),
         )
         return self._places
-
-    def _wait_for_room(self) -> None:
-        """Say once that there is too little; the run ends where that has been so for too long."""
-        placed, least = self._places.num_placed, self._cluster.min_workers
-        patience_s, now = self._cluster.wait_for_workers_s, time.monotonic()
-        few = f"Ray has places for {placed} of cluster.min_workers={least} workers: the others' are in use, or gone"
-        if placed >= least:  # a node went meanwhile: planned anew
-            InPlaceGroup.waits_since = None
-        elif InPlaceGroup.waits_since is None:
-            InPlaceGroup.waits_since = now
-            self._coordinator.note("note", {"text": f"{few}; the run waits for room, up to {patience_s:.0f} s"})
-        elif now - InPlaceGroup.waits_since > patience_s:
-            more = "bring nodes, or let it wait longer with cluster.wait_for_workers_s"
-            self._coordinator.fail(f"{few}, for {patience_s:.0f} s; {more}")
 
     def _create_workers(self, num_workers: int, placement_group: Any, *more: Any, **options: Any) -> list[Any]:
         if not isinstance(placement_group, Places):
