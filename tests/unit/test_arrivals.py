@@ -3,7 +3,10 @@
 import pytest
 
 from regrow.control import events as e
+from regrow.control.past import Past
 from regrow.control.slow import Kind
+from regrow.control.states import StartedAnswer
+from regrow.control.unheard import AGAIN_S, COMES_S
 from regrow.control.values import Version
 from regrow.record.events import from_row
 from support.told import Told, one
@@ -166,3 +169,60 @@ def test_lines_of_earlier_versions_lack_what_is_new() -> None:
     failure = from_row({"time": 1.0, "event": "failure", "cause": "worker_died", "ranks": [1]})
     cleared = from_row({"time": 1.0, "event": "cleared", "kind": "slow_compute", "node": "n", "pid": 7})
     assert (failure.kind, failure.nodes, cleared.recovered) == (None, None, None)  # type: ignore[attr-defined]
+
+
+def started(told: Told, *processes: tuple[str, int], seconds: float) -> StartedAnswer:
+    """As Ray Train tells every two seconds; the last answer."""
+    answer = StartedAnswer(frozenset(), frozenset())
+    for _ in range(int(seconds / 2.0)):
+        told.now += 2.0
+        answer = told(e.Started([(*each, 300.0) for each in processes]))
+    return answer
+
+
+def test_a_process_that_joins_late_or_says_why_it_does_not_is_heard_of() -> None:
+    told = training("a", "b")
+    late = [("new", 7), ("new", 8)]
+    assert started(told, *late, seconds=COMES_S - 10.0) == StartedAnswer(frozenset(), frozenset())
+    told.join(one(7, "new"))
+    told(e.Trouble(0, one(8, "new"), 2, "data holds no corpus"))
+    answer = started(told, *late, ("a", 1), seconds=4 * COMES_S)
+    assert answer == StartedAnswer(frozenset([*late, ("a", 1)]), frozenset())
+    assert len(told.records("note")) == 2
+
+
+def test_a_host_on_which_processes_hang_before_they_join_again_and_again_is_left_alone() -> None:
+    told = training("a", "b", quarantine_failures=3)
+    for attempt in range(3):
+        assert told.control.excluded_nodes(told.now) == set()
+        hung = ("new", 10 + attempt)
+        for _ in range(2):  # an answer may be lost
+            assert started(told, hung, seconds=COMES_S + 10.0).to_end == {hung}
+    assert told.control.excluded_nodes(told.now) == {"new"}
+    assert len(told.records("note")) == len(told.records("unfit")) == 3
+
+
+def test_while_all_start_none_is_too_late_and_from_the_first_group_on_the_others_have_their_time() -> None:
+    """Storage may be slow for all, or compiling; those that come first are no measure yet."""
+    told = Told(max_workers=8)
+    assert started(told, ("c", 3), seconds=10 * COMES_S).to_end == set()
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    assert started(told, ("c", 3), seconds=COMES_S - 10.0).to_end == set()
+    assert started(told, ("c", 3), seconds=20.0).to_end == {("c", 3)}
+
+
+def test_a_spare_that_a_restarted_coordinator_does_not_know_yet_is_not_told_of() -> None:
+    told = Told(Past(4, 10, restarted=True))
+    told(e.Restarted((one(1, "a"), one(2, "b")), 7, ("a", "b")))
+    assert started(told, ("new", 7), ("b", 2), seconds=AGAIN_S).heard == {("b", 2)}
+    told.join(one(7, "new"))
+    assert started(told, ("new", 7), seconds=2.0).heard == {("new", 7)}
+    assert told.records("note") == []
+
+
+def test_at_the_end_of_a_run_no_process_is_ended_for_saying_nothing() -> None:
+    told = training("a", "b")
+    told(e.StopAsked("interrupted"))
+    assert started(told, ("new", 7), seconds=4 * COMES_S).to_end == set()
+    assert told.records("unfit") == []

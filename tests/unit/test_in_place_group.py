@@ -28,11 +28,13 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
-from regrow.runtime import ray_train
+from regrow.control import events as e
+from regrow.runtime import late_starts, ray_train
 from regrow.runtime.backend import last_line
 from regrow.runtime.ray_train import VIEW_S, InPlaceGroup, Places, remove_places
 from regrow.runtime.trainer import build_trainer
 from support.full_disk import full_disk
+from support.told import Told, one
 
 SIZE = 3
 
@@ -52,7 +54,9 @@ class Group(InPlaceGroup):
         self.unfit: list[tuple[Any, ...]] = []  # as the coordinator is told: node, pid, detail, machine
         self.notes: list[tuple[str, dict[str, str]]] = []
         self.failed: list[tuple[str]] = []
+        self.asked: list[tuple[Any, ...]] = []  # about workers that were started long ago
         told = {"ray_view": self.views, "unfit": self.unfit, "note": self.notes, "fail": self.failed}
+        told["started"] = self.asked
         settings = {
             "config": PretrainConfig(cluster=ClusterConfig(min_workers=least, max_workers=SIZE + 5)),
             "run_id": "run",
@@ -365,6 +369,45 @@ def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_m
     group.meanwhile = [(3, worker(13, "other")), (7, worker(27, "new"))]
     group.poll()
     assert group.poll()[0] == [0, 1, 2, 16, 27, 13]
+
+
+def test_a_worker_that_hangs_before_it_joins_is_ended_and_its_place_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answered Ray Train for good; with parallel.tp=8 the seven others of its unit waited as long."""
+    now, told = [1000.0], Told(max_workers=8)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(ray_train, "time", clock)
+    monkeypatch.setattr(late_starts, "time", clock)
+    group = Group(monkeypatch)
+    settings: Any = group._train_run_context.train_loop_config
+    settings["coordinator"].started = SimpleNamespace(remote=lambda processes: told(e.Started(processes)))
+    monkeypatch.setattr(ray_train.ray, "wait", lambda asked, timeout: (asked, []))
+    monkeypatch.setattr(ray_train.ray, "get", lambda answer: answer)
+    told.form(one(0, "node-0"), one(1, "node-1"))  # 2 never comes
+    told.begin(["node-0", "node-1"])
+    told.clear()
+    while not group.empty and now[0] < 3000.0:
+        now[0] += 2.5
+        told.now += 2.5
+        group.poll()
+    assert [*group.empty] == [2]
+    assert 900.0 < now[0] - 1000.0 < 1000.0
+    assert group.killed == [2]
+    assert group.views[-1][0] == [("node-2", 2, "worker_hung", "process 2 on node node-2: it hung before it joined")]
+    (note,), (unfit,) = told.records("note"), told.records("unfit")
+    assert note["text"].startswith("process 2 on node node-2 was started 36")
+    assert "ago, and has neither joined nor said why" in note["text"]
+    assert (unfit["node"], unfit["pid"]) == ("node-2", 2)
+    group.dead, group.error = {2}, WorkerHealthCheckFailedError("gone", RuntimeError("killed"))
+    group.poll()
+    assert (group.killed, group.unfit) == ([2], [])
+    group.meanwhile = [(2, worker(12))]
+    group.poll()
+    assert group.poll() == ([0, 1, 12], True)
+    for _ in range(100):
+        now[0] += 2.5
+        told.now += 2.5
+        group.poll()
+    assert (group.killed, [*group.empty]) == ([2], [])
 
 
 def test_among_many_workers_notices_are_looked_for_while_it_is_not_the_workers_turn(

@@ -49,6 +49,7 @@ from regrow.control.states import (
 from regrow.control.takeover import Takeover
 from regrow.control.too_few import TooFew
 from regrow.control.troubles import FirstSteps
+from regrow.control.unheard import Unheard
 from regrow.control.values import Version
 from regrow.record.events import Cause
 
@@ -353,6 +354,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Running: lambda event, now: snapshots.silent.runs(event.nodes, now),
         e.GroupFailed: group.restarted_by_ray,
         e.Placed: group.placed,
+        e.Started: Unheard(group, control._out, control._config.train.collective_timeout_s).look,
         e.Notice: group.nodes.notice,
         e.NodesAlive: nodes_alive,
         e.KeeperUp: keeper_up,

@@ -218,6 +218,13 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Started:
+    """Processes that were started long ago, each by node, pid and seconds since. Replies with a StartedAnswer."""
+
+    processes: Sequence[tuple[str, int, float]]
+
+
+@dataclass(frozen=True)
 class Notice:
     """All nodes that are about to be taken away, and when, on the clock of `now`."""
 
@@ -455,6 +462,7 @@ Event = (
     | Running
     | GroupFailed
     | Placed
+    | Started
     | Notice
     | NodesAlive
     | KeeperUp

@@ -97,3 +97,11 @@ class RowAnswer:
     leave: str = ""  # why the group should leave
     wanted: int | None = None  # not taken: rows from this step on, which are not here, come first
     every_steps: int = 0  # from one snapshot to the next; 0: as before
+
+
+@dataclass(frozen=True)
+class StartedAnswer:
+    """Of processes that were started long ago, by node and pid; of the others it is open whether they come."""
+
+    heard: frozenset[tuple[str, int]]  # they have joined, or said why they do not
+    to_end: frozenset[tuple[str, int]]  # they hang, it seems

@@ -13,7 +13,7 @@ import ray
 from regrow.control.drains import Maintenance
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
-from regrow.control.states import Answer, RowAnswer
+from regrow.control.states import Answer, RowAnswer, StartedAnswer
 from regrow.control.values import GpuReading, Peer, SnapshotAck, Version
 from regrow.control.verification import Outcome
 from regrow.state.disk.format import DataFile
@@ -73,6 +73,7 @@ class CoordinatorCalls(Protocol):
     def ray_view(
         self, dead: Sequence[Death], left: int, draining: Mapping[str, float], placed: Mapping[str, int]
     ) -> None: ...
+    def started(self, processes: Sequence[tuple[str, int, float]]) -> StartedAnswer: ...
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None: ...
     def avoided_nodes(self) -> set[str]: ...
     def fail(self, message: str) -> None: ...

@@ -44,6 +44,7 @@ from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.cluster import POLLS_PER_S, room_for
+from regrow.runtime.late_starts import LATELY_S, LateStarts
 
 MOST_LOOK_S = 1.0  # between Ray Train's polls, in which workers are asked, at POLLS_PER_S, and all else is looked after
 LOOK_S = 0.5  # between looks for room
@@ -57,7 +58,6 @@ FIRST_AT_ONCE = 1024  # workers that a group starts with: a thread each, which w
 START_S = 60.0  # for a new worker to take up its function
 VIEW_S = 2.0  # between tellings of the whole view: a coordinator that was restarted has forgotten
 FORGET_S = 600.0  # after which a death is not told again
-LATELY_S = 300.0  # that a worker may take from its start to the moment at which it joins
 
 
 class InPlaceBackend(ProcessGroupBackend):
@@ -264,7 +264,7 @@ class InPlaceGroup(WorkerGroup):
         config: PretrainConfig = settings["config"]
         self._cluster, self._run_id = config.cluster, settings["run_id"]
         self._coordinator, self._most = CoordinatorClient(settings["coordinator"]), most_workers(self._cluster)
-        self._unit = config.parallel.tp
+        self._unit, self._late = config.parallel.tp, LateStarts(self._coordinator)
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self.draining: dict[str, float] = {}
         context = self._worker_group_context
@@ -382,11 +382,18 @@ class InPlaceGroup(WorkerGroup):
 
     def _tell(self) -> None:
         """All that Ray shows: what was said before too."""
-        now, workers = time.monotonic(), self.get_workers()
+        now, workers = time.monotonic(), dict(zip(self._place_of, self.get_workers(), strict=True))
+        living = {place: worker for place, worker in workers.items() if place not in self.empty}
+        for place in self._late.to_end(living, self._started_at):
+            self.empty[place], process = now, workers[place].metadata
+            with contextlib.suppress(Exception):
+                ray.kill(workers[place].actor)
+            detail = f"process {process.pid} on node {process.node_id[:12]}: it hung before it joined"
+            self._dead[process.node_id, process.pid] = now, Cause.worker_hung, detail
         self._dead = {each: death for each, death in self._dead.items() if now - death[0] < FORGET_S}
         dead = [(*process, cause, detail) for process, (_, cause, detail) in self._dead.items()]
-        here = {place: worker.metadata.node_id for place, worker in zip(self._place_of, workers, strict=True)}
-        here = {place: node for place, node in here.items() if place not in self.empty} | self._filling
+        here = {place: each.metadata.node_id for place, each in living.items() if place not in self.empty}
+        here |= self._filling
         lately = {place for place, at in self._started_at.items() if now - at < LATELY_S} | self._filling.keys()
         busy = {here[place] for place in lately if place in here}
         placed = {node: count for node, count in Counter(here.values()).items() if node in busy}

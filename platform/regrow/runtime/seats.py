@@ -7,7 +7,7 @@ from typing import cast
 from regrow.control import events as e
 from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
-from regrow.control.states import Answer
+from regrow.control.states import Answer, StartedAnswer
 from regrow.runtime.shell import Shell
 
 
@@ -34,6 +34,10 @@ class Seats:
     def formations(self, asking: Sequence[tuple[str, int]]) -> list[Answer]:
         """The same of some workers of a node, by `member_id` and `after`."""
         return [self.formation(*each) for each in asking]
+
+    def started(self, processes: Sequence[tuple[str, int, float]]) -> StartedAnswer:
+        """Whether anything was heard of these workers, each by node, pid and how long ago (s) it was started."""
+        return cast(StartedAnswer, self.shell.tell(e.Started(processes)))
 
 
 def _seated(answer: Answer, member_id: str, shell: Shell, secret: bytes) -> Answer:
