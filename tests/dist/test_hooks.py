@@ -162,6 +162,23 @@ def test_a_groups_last_step_is_written_though_it_was_asked_to_leave_and_go_on_fr
     assert coordinator.calls == [("want_checkpoint", GENERATION, end)]
 
 
+@pytest.mark.parametrize("why", ["", Cause.grow, Cause.drain, "interrupted"])
+@pytest.mark.parametrize("cause", ["", Cause.end_of_float8])
+def test_a_group_that_is_asked_to_leave_at_the_last_step_in_float8_leaves_for_what_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch, why: str, cause: str
+) -> None:
+    """A drain then waits a minute for its last snapshot to be committed, another end of a group five seconds."""
+    monkeypatch.setattr(hooks_module, "ray", SimpleNamespace(get=lambda call, timeout: call))
+    coordinator = Coordinator(cast(Any, None))
+    job: Any = SimpleNamespace(config=PretrainConfig(), coordinator=coordinator)
+    process: Any = SimpleNamespace(job=job, memory=None, rows=SimpleNamespace(newest=list))
+    hooks = hooks_module.GenerationHooks(process, GENERATION, *[cast(Any, None)] * 3, Breaker(), Progress())
+    hooks._stop = why
+    hooks.close(left_at=5, cause=cause)
+    told = why if why in (Cause.grow, Cause.drain) else cause
+    assert coordinator.calls == [("leaving", GENERATION, 5, told)]
+
+
 class Memory:
     """A tier that holds one step, and is asked for what is at least as new as storage."""
 

@@ -209,12 +209,13 @@ class GenerationHooks:
 
     def close(self, *, left_at: int | None, cause: str) -> None:
         """Wait until the coordinator has everything; say that the group left after a step, and why, or that it has
-        finished. A coordinator that was restarted does not know that it had told the group to."""
+        finished. A coordinator that was restarted does not know that it had told the group to, which counts more than
+        `cause`: a drain loses no step."""
         if self._rank == 0:
             coordinator = self._coordinator
             self._replies.extend(coordinator.row(row) for row in self._process.rows.newest())  # is it still known?
             self._hear_all()
-            cause = cause or (self._stop if self._stop in (Cause.grow, Cause.drain) else "")
+            cause = self._stop if self._stop in (Cause.grow, Cause.drain) else cause
             self._replies.append(coordinator.leaving(left_at, cause) if left_at is not None else coordinator.done())
         self._hear_all()
 
