@@ -12,7 +12,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RuntimeEnvSetupError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.train import ControllerError, FailureConfig, WorkerGroupError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
@@ -29,6 +29,7 @@ from ray.train.v2._internal.execution.worker_group.state import WorkerGroupConte
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.control import events as e
+from regrow.record.events import Cause
 from regrow.runtime import late_starts, ray_train
 from regrow.runtime.backend import last_line
 from regrow.runtime.ray_train import VIEW_S, InPlaceGroup, Places, remove_places
@@ -57,6 +58,7 @@ class Group(InPlaceGroup):
         self.asked: list[tuple[Any, ...]] = []  # about workers that were started long ago
         told = {"ray_view": self.views, "unfit": self.unfit, "note": self.notes, "fail": self.failed}
         told["started"] = self.asked
+        self.groups_failed = told["group_failed"] = list[tuple[Any, ...]]()
         settings = {
             "config": PretrainConfig(cluster=ClusterConfig(min_workers=least, max_workers=SIZE + 5)),
             "run_id": "run",
@@ -726,6 +728,16 @@ def test_whatever_workers_die_of_at_a_groups_start_it_is_started_again_after_a_w
     assert starting.removed == 1
     assert not starting.group.has_started(), "one whose workers had begun already"
     assert starting.slept_s == [ray_train.FILL_AFTER_S]
+    ended = (Cause.worker_died, f"no group of workers starts: {last_line(error)}", [])
+    assert starting.group.groups_failed == [ended], "those that had joined are ended, and would be in the next group"
+
+
+def test_an_error_that_a_worker_raises_as_it_is_to_begin_ends_the_run_at_once(starting: Starting) -> None:
+    error = RayTaskError("run_train_fn", "Traceback\nImportError: no module named x", ImportError("no module named x"))
+    with pytest.raises(RayTaskError) as raised:
+        starting.start(error)
+    assert raised.value is error
+    assert starting.group.notes == starting.group.groups_failed == starting.slept_s == []
 
 
 def test_a_group_that_never_starts_ends_the_run_with_the_cause_and_is_told_of_once(starting: Starting) -> None:
@@ -763,3 +775,15 @@ def test_an_error_of_a_train_function_is_told_by_its_first_line_and_of_ray_by_it
     group = WorkerGroupError("a snippet\nof it", {3: error, 5: ValueError("later")})
     assert last_line(group) == f"rank 3: {last_line(error)}"
     assert last_line(RuntimeError("The actor died.\n\n  its node is gone \n")) == "its node is gone"
+
+
+def test_workers_that_were_ended_as_their_group_did_not_start_are_in_no_later_one() -> None:
+    """One of three died as it was to begin; the two others had joined, and no view of processes names them."""
+    told = Told(min_workers=1, max_workers=3)
+    gone, come = [one(1, "a"), one(2, "b")], [one(11, "a"), one(12, "b"), one(13, "c")]
+    told.join(*gone, expected=3)
+    told(e.GroupFailed(Cause.worker_died, "no group of workers starts: ActorDiedError", ()))
+    told.join(*come, expected=3)
+    formation = told.ask(come[0].id).formation
+    assert formation is not None
+    assert set(formation.members) == set(come)

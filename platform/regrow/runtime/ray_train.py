@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import ray
 from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.train.backend import Backend
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
@@ -231,8 +231,7 @@ class Starts:
     def fail(self, error: Exception, coordinator: CoordinatorClient) -> None:
         """Workers died, or could not be started; returns once it is time to try again."""
         self.in_vain += 1
-        cause = error.__cause__ if isinstance(error, WorkerGroupStartupFailedError) and error.__cause__ else error
-        why = last_line(cause)
+        why = said_of(error)
         if self.in_vain >= STARTS_IN_VAIN:
             coordinator.fail(f"no group of workers starts, tried {self.in_vain} times in a row: {why}")
         elif why != self._told:
@@ -240,6 +239,12 @@ class Starts:
             coordinator.note("note", {"text": text})
         self._told = why
         time.sleep(min(FILL_AFTER_S * 2 ** (self.in_vain - 1), MOST_FILL_AFTER_S))
+
+
+def said_of(error: Exception) -> str:
+    """Why a group has not started, in a line."""
+    cause = error.__cause__ if isinstance(error, WorkerGroupStartupFailedError) else None
+    return last_line(cause or error)
 
 
 class InPlaceGroup(WorkerGroup):
@@ -274,10 +279,14 @@ class InPlaceGroup(WorkerGroup):
         except WorkerGroupStartupTimeoutError:
             self.starts.lack_room(self._places.num_placed, self._cluster, self._coordinator)
             raise
+        except RayTaskError:  # a worker lives, and cannot begin to train: most likely none can
+            raise
         except (RayError, WorkerGroupStartupFailedError) as error:
             worker_group_state_builder.shutdown()  # workers that have begun already would form a group
             if self.has_started():
                 self._clear_state()
+            # those that have joined are gone: the next ones form no group with them
+            self._coordinator.group_failed(Cause.worker_died, f"no group of workers starts: {said_of(error)}", [])
             self.starts.fail(error, self._coordinator)
             raise WorkerGroupStartupFailedError("no group of workers starts") from error  # any other ends the run
         InPlaceGroup.starts = Starts()
