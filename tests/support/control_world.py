@@ -224,6 +224,7 @@ class World:
         self.trouble_at = NO_TIME  # of storage: it was away, or slow
         self.away_until = NO_TIME  # that it is
         self.published_at = NO_TIME  # when this coordinator's last write to it so far is over: one comes after another
+        self.rows_of: int | None = None  # the generation of which this coordinator's log takes rows
         self.done = self.stop_asked = self.over = False
         self.given_up = ""
         self.missing: int | None = None  # the step that the driver said is not in storage
@@ -344,7 +345,7 @@ class World:
 
     def _control(self, past: Past) -> Control:
         self.num_coordinators += 1
-        self.met, self.published_at = set(), NO_TIME
+        self.met, self.published_at, self.rows_of = set(), NO_TIME, None
         self.clock = ControlClock(self.now, lambda: self.now)
         return self.control_class(
             self.config,
@@ -516,11 +517,14 @@ class World:
     def _do_BeginRows(self, command: c.BeginRows) -> None:
         if command.generation != self.newest_generation:
             raise Broken(f"rows of generation {command.generation} in {self.newest_generation}")
+        self.rows_of = command.generation
         self.rows = [row for row in self.rows if row["step"] <= command.start_step]
         self.durable_rows = min(self.durable_rows, len(self.rows))
 
     def _do_LogRow(self, command: c.LogRow) -> None:
         row = command.row
+        if self.rows_of != self.newest_generation:
+            raise Broken(f"a row of step {row['step']}, where no rows of {self.newest_generation} have begun")
         if row["generation"] != self.newest_generation and not command.is_late:
             raise Broken(f"a row of generation {row['generation']} in {self.newest_generation}")
         if self.rows and row["step"] <= self.rows[-1]["step"]:

@@ -1695,6 +1695,18 @@ def test_a_row_that_is_sent_again_of_a_group_whose_beginning_is_not_in_the_log_g
     assert again.control.newest_snapshot == newest
 
 
+def test_rows_that_come_again_first_of_a_group_whose_beginning_is_not_in_the_log_are_logged() -> None:
+    """The coordinator before had asked for them; the log's thread threw, and none of them was in it."""
+    again = Told(Past(5, 95, (90,), restarted=True))
+    again(e.Restarted((one(1, "a"), one(2, "b")), None, ()))
+    again(e.RowsAgain(5, 96, [again.metrics(step) for step in range(96, 102)]))
+    again.row(102)
+    begin, *rows = [command for command in again.commands if isinstance(command, c.BeginRows | c.LogRow)]
+    assert begin == c.BeginRows(5, 95)
+    assert rows.pop(-2) == c.BeginRows(5, 101), "with the first row of a step that is done now"
+    assert [command.row["step"] for command in rows] == list(range(96, 103))
+
+
 def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
     told = Told()
     told.form(one(1))

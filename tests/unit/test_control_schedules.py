@@ -172,7 +172,7 @@ def rows_are_not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Outbox.take
 
     def without(self: Outbox) -> list[Command]:
-        return [command for command in take(self) if not isinstance(command, BeginRows)]
+        return [replace(each, start_step=1 << 60) if isinstance(each, BeginRows) else each for each in take(self)]
 
     monkeypatch.setattr(Outbox, "take", without)
 

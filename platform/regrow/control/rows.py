@@ -15,6 +15,7 @@ class Rows:
         """`logged` is the last step that has a row; an earlier coordinator may have had more."""
         self._out, self.next_step = out, logged + 1
         self.trained = logged  # the newest step that is known of, with a row or still without
+        self._has_begun = False  # rows of a group
 
     def begin(self, generation: int, start_step: int) -> int:
         """A group trains from `start_step`: later rows of those before are taken back, so many.
@@ -50,21 +51,23 @@ class Rows:
             self._begin(event.generation, first - 1)
         newest = None
         for row in rows:
-            is_late = row["generation"] != event.generation  # as one of a group that had nothing left to train
-            newest = row if self._log(row, is_late=is_late) else newest
+            newest = row if self._log(row, event.generation) else newest
         return newest, None
 
-    def _log(self, row: Mapping[str, Any], *, is_late: bool) -> bool:
+    def _log(self, row: Mapping[str, Any], generation: int) -> bool:
         step = row["step"]
         if step < self.next_step:  # sent again, after a restart
             return False
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics row without {missing}"
         assert step == self.next_step, f"row of step {step}, expected {self.next_step}"
+        if not self._has_begun:  # of a group whose beginning is not in the log
+            self._begin(generation, step - 1)
         self.next_step = step + 1
+        is_late = row["generation"] != generation  # as one of a group that had nothing left to train
         self._out.append(LogRow(row, is_late))
         return True
 
     def _begin(self, generation: int, start_step: int) -> None:
-        self.next_step = start_step + 1
+        self.next_step, self._has_begun = start_step + 1, True
         self._out.append(BeginRows(generation, start_step))
