@@ -185,14 +185,14 @@ def test_workers_are_sent_to_a_coordinator_that_is_dead_themselves_and_asked_for
 
 
 def test_the_first_word_of_a_node_that_a_generation_broke_is_passed_on_and_none_once_that_is_known() -> None:
-    passed: list[int] = []
+    passed: list[tuple[int, int | None]] = []
     keeper = Speaking()
     keeper.lock, keeper.word, keeper.broken = threading.Lock(), ControlWord(over=3), NOTHING
-    broke = SimpleNamespace(remote=lambda generation, detail: passed.append(generation))
+    broke = SimpleNamespace(remote=lambda generation, detail, rank: passed.append((generation, rank)))
     keeper.coordinator = SimpleNamespace(broke=broke)
     for generation in (3, 4, 4, 3, 5):
-        keeper.broke(generation, "a peer is gone")
-    assert passed == [4, 5]
+        keeper.broke(generation, "its memory is full", generation - 3)
+    assert passed == [(4, 1), (5, 2)]
 
 
 def test_a_worker_whose_keeper_is_gone_or_silent_is_sent_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:

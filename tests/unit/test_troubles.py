@@ -1,12 +1,14 @@
 """Whose trouble it is: what all ranks have ends the run, what one has costs that one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import torch
+import torch.distributed as dist
 
 from regrow.config.schema import ClusterConfig, ParallelConfig, PretrainConfig
 from regrow.control import commands as c
@@ -16,10 +18,12 @@ from regrow.control.membership import Member
 from regrow.control.past import Past
 from regrow.control.phases import FORM_S, PHASES, Phase, form_s
 from regrow.control.states import Answer, GivenUp, Training
-from regrow.control.troubles import MAX_FAILED_GENERATIONS, MAX_REPEATED, OTHERS_S
-from regrow.errors import DataError
+from regrow.control.troubles import MAX_FAILED_GENERATIONS, MAX_REPEATED, MAX_UNEXPLAINED, OTHERS_S
+from regrow.errors import DataError, GroupOver
 from regrow.record.events import Cause
 from regrow.runtime import rendezvous, worker
+from regrow.state.collective import PeerError
+from regrow.train.certificate import BrokenStep
 from support.full_disk import full_disk
 from support.told import Told, one
 
@@ -339,11 +343,46 @@ def test_whatever_one_process_fails_with_is_its_own_trouble_and_nothing_leaves_i
 def test_what_broke_a_group_is_told_though_the_workers_log_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors of a lost rank died with it: the print raised out of what was to keep them."""
     said = list[str]()
-    monkeypatch.setattr(worker, "CoordinatorClient", lambda *_: SimpleNamespace(broke=said.append))
+    client = SimpleNamespace(broke=lambda detail, rank: said.append(detail))
+    monkeypatch.setattr(worker, "CoordinatorClient", lambda *_: client)
     job: Any = SimpleNamespace(coordinator=None)
     with full_disk():
         worker._report(job, None, SimpleNamespace(rank=3, generation=7), RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
     assert said == ["rank 3: RuntimeError: Connection closed by peer"]
+
+
+def over(error: Exception, by: Exception) -> Exception:
+    error.__cause__ = by
+    return error
+
+
+CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:5"
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), 3),
+        (RuntimeError(CUDA), 3),
+        (DataError(NO_CORPUS), 3),
+        (RuntimeError(CLOSED), None),
+        (dist.DistBackendError("NCCL error: remote process exited"), None),
+        (over(ValueError("its callback's"), dist.DistNetworkError("a peer")), None),
+        (ConnectionError("the peer's end of the connection has ended"), None),
+        (PeerError("rank 0: no room"), None),
+        (BrokenStep("generation 7 is over"), None),
+        (GroupOver("generation 7"), None),
+        (ray.exceptions.GetTimeoutError("120 s"), None),
+    ],
+)
+def test_a_rank_says_whether_the_error_that_broke_its_group_is_its_own(
+    error: Exception, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[tuple[str, int | None]]()
+    client = SimpleNamespace(broke=lambda detail, rank: said.append((detail, rank)))
+    monkeypatch.setattr(worker, "CoordinatorClient", lambda *_: client)
+    worker._report(SimpleNamespace(coordinator=None), None, SimpleNamespace(rank=3, generation=7), error)  # type: ignore[arg-type]
+    assert [each[1] for each in said] == [rank]
 
 
 def test_a_process_that_fails_on_a_full_log_disk_is_told_of_all_the_same(run: Callable[..., str]) -> None:
@@ -416,9 +455,12 @@ def test_bad_nodes_that_go_one_after_the_other_at_the_start_do_not_end_the_run()
     assert told.control.ending is None
 
 
-def broken_with(told: Told, *members: Member) -> list[str]:
-    """The newest group broke, all of it lives, and all come again; those that are in the next one."""
-    told(e.Broke(told.control.generation, "rank 2: RuntimeError: connection closed"))
+def broken_with(told: Told, *members: Member, ranks: Iterable[int | None] = (None,)) -> list[str]:
+    """The newest group broke, all of it lives, and all come again; those that are in the next one. `ranks` say that
+    they cannot go on, None one whose connection closed."""
+    for rank in ranks:
+        detail = "rank 2: RuntimeError: connection closed" if rank is None else f"rank {rank}: OutOfMemoryError"
+        told(e.Broke(told.control.generation, detail, rank))
     return [member.id for member in told.form(*members).members]
 
 
@@ -444,6 +486,84 @@ def test_a_newcomer_is_taken_back_where_the_group_breaks_without_it_too() -> Non
     told.begin(["a", "b", "new"], 1)
     told.row(2)
     assert told.records("unfit") == []
+
+
+def newcomers(first: int, *nodes: str) -> list[Member]:
+    return [one(first + number, node) for number, node in enumerate(nodes)]
+
+
+def step_without(told: Told, step: int, *members: Member) -> dict[str, bool]:
+    """A and B do one; which of these are to end then, by node."""
+    told.begin("ab", step)
+    told.row(step + 1)
+    return {each.node: told.ask(each.id, told.control.generation).unfit for each in members}
+
+
+def test_of_several_newcomers_the_host_alone_is_left_out_whose_rank_has_an_error_of_its_own() -> None:
+    """The others' hosts went into quarantine with it, for an hour."""
+    told = Told(quarantine_failures=3)
+    training(told, A, B)
+    fine, bad = newcomers(10, "n0", "n1"), newcomers(20, "bad", "bad")
+    for attempt in range(3):
+        assert told.control.excluded_nodes(told.now) == set()
+        told.form(A, B, fine[0], *bad, fine[1])
+        told.now += 15.0
+        assert broken_with(told, A, B, *fine, *bad, ranks=[3]) == ["m1", "m2", "m10", "m11"]
+        told.begin(["a", "b", "n0", "n1"], attempt + 1)
+        told.row(attempt + 2)
+        assert [told.ask(each.id, told.control.generation).unfit for each in bad] == [True, True]
+        bad = newcomers(30 + 10 * attempt, "bad", "bad")
+    assert told.control.excluded_nodes(told.now) == {"bad"}
+
+
+def test_newcomers_without_an_error_of_their_own_come_again_where_two_have_one() -> None:
+    """What breaks a second time before a step costs all of them their places first: no group is tried for each."""
+    told = Told(quarantine_failures=1)
+    training(told, A, B)
+    new = newcomers(10, "n0", "n1", "n2")
+    told.form(A, B, *new)
+    assert broken_with(told, A, B, *new, ranks=[3]) == ["m1", "m2", "m10", "m12"]
+    assert broken_with(told, A, B, *new, ranks=[2]) == ["m1", "m2"]
+    assert step_without(told, 1, *new) == {"n0": True, "n1": True, "n2": False}
+    assert told.control.excluded_nodes(told.now) == {"n0", "n1"}
+    told.now += 3.0
+    assert told.row(3) == "grow"
+
+
+@pytest.mark.parametrize("ranks", [[None], [], [0], [2, 1]])
+def test_where_no_newcomer_alone_has_an_error_half_of_their_hosts_start_anew_until_one_is_left(
+    ranks: list[int | None],
+) -> None:
+    """A connection closed, or nothing was said, or a rank that had trained has an error as well."""
+    told = Told(quarantine_failures=1, max_workers=16)
+    training(told, A, B)
+    new, step = newcomers(10, "n0", "n1", "n2", "n3", "n4"), 1
+    for left in (3, 2, 1):
+        told.form(A, B, *new)
+        assert broken_with(told, A, B, *new, ranks=ranks) == ["m1", "m2"]
+        going = step_without(told, step, *new)
+        step += 1
+        assert list(going.values()) == [False] * left + [True] * (len(new) - left)
+        assert told.control.excluded_nodes(told.now) == set()
+        new = new[:left]
+    told.form(A, B, *new)
+    assert broken_with(told, A, B, *new, ranks=ranks) == ["m1", "m2"]
+    assert step_without(told, step, *new) == {"n0": True}
+    assert told.control.excluded_nodes(told.now) == {"n0"}
+
+
+def test_newcomers_that_break_groups_again_and_again_count_in_the_end_though_none_has_an_error_of_its_own() -> None:
+    told = Told(quarantine_failures=1)
+    training(told, A, B)
+    n0 = one(10, "n0")
+    for attempt in range(MAX_UNEXPLAINED + 1):
+        assert told.control.excluded_nodes(told.now) == set()
+        new = [n0, one(11 + attempt, "n1")]
+        told.form(A, B, *new)
+        broken_with(told, A, B, *new)
+        step_without(told, attempt + 1, *new)
+        told.now += 15.0
+    assert told.control.excluded_nodes(told.now) == {"n0", "n1"}
 
 
 def test_newcomers_that_fail_one_after_the_other_end_no_run_whose_others_do_steps_anew() -> None:

@@ -120,6 +120,7 @@ class Broke:
 
     generation: int
     detail: str
+    rank: int | None = None  # whose own error this is; None: of a collective, which may be any rank's
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ LOOK_AT_S = 1e-5  # a worker, to see whether a group can be formed: not at every
 WAITING_POLL_S = 0.1  # while a group trains, at which workers that wait for a place in one ask
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 DRAINING_S = 60.0  # the same where nothing presses: no step is to be lost to maintenance
+BROKE_FIRST = "its first group broke before a step, and the others have done one without it"
+ONE_OF_SEVERAL = "its first group broke before a step, by which host is not known: others are tried without this one"
 QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 
 
@@ -179,8 +181,8 @@ class Group(Losses):
         self._tell_spares()
         if error := self.first_steps.error:
             self.failed(Cause.worker_failed, error, [], generation=before.generation)
-        members = frozenset(member.id for member in formation.members)
-        if not self.first_steps.formed(members, frozenset(membership.held_back), now):
+        hosts = self.nodes.hosts(formation.members)
+        if not self.first_steps.formed(hosts, frozenset(membership.held_back), now):
             self.give_up(f"group after group failed before a new step; last failure: {self.last_failure or 'unknown'}")
         self.formation = formation
         self.too_few.formed()
@@ -239,9 +241,9 @@ class Group(Losses):
 
     def stepped(self, step: int, now: float) -> None:
         """The newest group has done this step. Newcomers that the one before broke with, it seems, are not fit."""
-        members = {member.id: member for member in self.membership.waiting.values()}
-        for member in (members[each] for each in self.first_steps.stepped(step, now) if each in members):
-            self._expel(member, "its first group broke before a step, and the others have done one without it", now)
+        for each, counts in self.first_steps.stepped(step, now).items():
+            if member := self.membership.waiting.get(each):
+                self._expel(member, BROKE_FIRST if counts else ONE_OF_SEVERAL, now, counts=counts)
         self.membership.held_back.clear()
 
     def why_leave(self, now: float) -> str:

@@ -116,7 +116,8 @@ class Losses:
         if event.generation == self.generation:
             self.last_failure = event.detail
             if isinstance(self.state, Forming | Training):
-                self.first_steps.error = self.first_steps.error or event.detail
+                its_own = None if event.rank is None else self.membership.current[event.rank].id
+                self.first_steps.cannot_go_on(event.detail, its_own)
             self._tell_over()
 
     def trouble(self, event: Trouble, now: float) -> None:
@@ -221,14 +222,14 @@ class Losses:
                 del self.troubles.told[each.member.id]
                 self._expel(each.member, each.message, now)
 
-    def _expel(self, member: Member, why: str, now: float) -> None:
-        """The process ends once it hears of it; it is started anew, elsewhere if that happens again and again."""
+    def _expel(self, member: Member, why: str, now: float, *, counts: bool = True) -> None:
+        """The process ends once it hears of it; it is started anew, elsewhere if that `counts` again and again."""
         membership = self.membership
         self.expelled.add(member.id)
         membership.turn_away(member.id)
         if not membership.current:
             membership.expected = max(1, membership.expected - 1)
-        self.nodes.unfit(Unfit(member.node, member.pid, why), now)
+        self.nodes.unfit(Unfit(member.node, member.pid, why), now, counts=counts)
         if self.in_place and member in membership.current:
             self._lose([member.id], Cause.worker_failed, why, now)
         elif member in membership.current:  # Ray Train finds it dead, and does not know of the error

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from regrow.control.commands import Kill, Outbox
@@ -113,12 +113,13 @@ class NodeFailures:
         self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s, reason="corrupt")
         return [member for member in self._used() if host_of(member.node) == host]
 
-    def unfit(self, event: Unfit, now: float) -> None:
+    def unfit(self, event: Unfit, now: float, *, counts: bool = True) -> None:
+        """`counts`: as a failure of its host."""
         self.out.record("unfit", node=event.node, pid=event.pid, detail=event.detail)
         self.machines.setdefault(event.node, event.machine or event.node)
         self.heard_of.add((event.node, event.pid))
         host = self._hosts()(event.node)
-        if now - self._unfit_at.get(host, now - TOGETHER_S) >= TOGETHER_S:
+        if counts and now - self._unfit_at.get(host, now - TOGETHER_S) >= TOGETHER_S:
             self._unfit_at[host] = now
             self.failed(event.node, now)
 
@@ -170,6 +171,11 @@ class NodeFailures:
         for member in self._used():
             if host_of(member.node) == host:
                 self.out.append(Kill(member.node, member.pid, member.started))  # it is started elsewhere, given room
+
+    def hosts(self, members: Iterable[Member]) -> dict[str, str]:
+        """By which these members' failures are counted, by their ids."""
+        host_of = self._hosts()
+        return {member.id: host_of(member.node) for member in members}
 
     def _used(self) -> list[Member]:
         return [*self.membership.survivors, *self.membership.waiting.values()]

@@ -13,6 +13,10 @@ OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an er
 FIRST_STEPS = 4.0  # a group with newcomers may form so many times the longest, or as long as its ranks may take to meet
 # (`phases.form_s`), apart from what has limits of its own (`phases.OWN_LIMITS`), and as long take for its first step
 MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
+MAX_UNEXPLAINED = (
+    10  # groups in a row that broke with newcomers of several hosts, no newcomer alone having had an error
+)
+# of its own, until all of these hosts count a failure: one of a thousand is found by as many halvings
 MAX_REPEATED = 7  # groups in a row that break by an error, none of which has got beyond the ones before
 LOSSES = (Cause.worker_died, Cause.worker_hung, Cause.node_silent)  # which hosts cause, too: three count as one error
 ERROR, LOSS = 3, 1
@@ -76,7 +80,11 @@ class FirstSteps:
     passes: Mapping[int, int] = field(default_factory=dict)  # by world size, slices of each, where that is compiled for
     is_watched: bool = False  # keepers of the newest group tell what its ranks do
     _members: frozenset[str] = frozenset()  # of the newest group
+    _hosts: Mapping[str, str] = field(default_factory=dict)  # of those, and of `_held_back`
+    _own: frozenset[str] = frozenset()  # of its members, those that had errors of their own
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
+    _to_blame: frozenset[str] = frozenset()  # of these, as `_newcomers_to_blame` said
+    _unexplained: int = 0  # groups in a row that broke with newcomers of several hosts, none of which is to blame
     _start: int = 0  # the step from which the newest group began that did
     _step: int = 0  # the newest one that the newest group has done, if that is a later one
     _broke_at: int = 0  # the newest one that any of the `repeated` has done
@@ -90,11 +98,16 @@ class FirstSteps:
     _compiled: set[int] = field(default_factory=set)  # `passes` that groups have done a step with
     _not_formed: int = 0  # in a row: all processes ended by an error before a group was formed of them
 
-    def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
+    def formed(self, hosts: Mapping[str, str], held_back: frozenset[str], now: float) -> bool:
         """A group tries, and counts until it has done a step, but for one of fewer members of the one before; one that
-        had done steps counts where it broke by an error. False where too many have failed in a row."""
+        had done steps counts where it broke by an error. False where too many have failed in a row. `hosts` are by
+        member."""
         if self.error:
             self._erred()
+        members = frozenset(hosts)
+        self._to_blame = (self._to_blame | self._newcomers_to_blame()) & held_back
+        self._hosts = {each: host for each, host in self._hosts.items() if each in held_back} | dict(hosts)
+        self._own = frozenset()
         self.error, self._has_repeated, self._step = "", False, self._start
         self._counts = 0 if members < self._members else ERROR
         self.failed += self._counts
@@ -148,24 +161,52 @@ class FirstSteps:
         if self._since is not None and self._counts == ERROR and cause in LOSSES:
             self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
-    def stepped(self, step: int, now: float) -> frozenset[str]:
-        """The newest group has done this step; those that it was formed without, and that had broken the one before."""
+    def cannot_go_on(self, error: str, member: str | None) -> None:
+        """A rank of the newest group, by this error; the member whose own that is, where it is one's own."""
+        self.error = self.error or error
+        if member is not None:
+            self._own |= {member}
+
+    def _newcomers_to_blame(self) -> frozenset[str]:
+        """All on hosts of ranks that had errors of their own; none where a rank that is no newcomer had one, too."""
+        hosts = {self._hosts[each] for each in self._own} if self._own <= self.new else set()
+        return frozenset(each for each in self.new if self._hosts[each] in hosts)
+
+    def _unfit(self, without: frozenset[str]) -> dict[str, bool]:
+        """Of those that broke groups which do without them: which are to end, and whether that counts as a failure of
+        their hosts. Where it is open whose error it was, half of the hosts are tried without the others."""
+        if to_blame := self._to_blame & without:
+            return dict.fromkeys(to_blame, True)
+        hosts = list(dict.fromkeys(host for each, host in self._hosts.items() if each in without))
+        if len(hosts) <= 1 or self._unexplained >= MAX_UNEXPLAINED:
+            return dict.fromkeys(without, True)
+        self._unexplained += 1
+        half = hosts[(len(hosts) + 1) // 2 :]
+        return dict.fromkeys((each for each in without if self._hosts[each] in half), False)
+
+    def stepped(self, step: int, now: float) -> Mapping[str, bool]:
+        """The newest group has done this step; of those that it was formed without, as they had broken the one before,
+        which are to end, and whether that counts."""
         self.repeated = 0 if step > self._broke_at else self.repeated
         self._step, self.failed = max(step, self._step), 0
         if self._since is None:
-            return frozenset()
+            return {}
         self._learn(now - self._since)
         self._since = None
         self._compiled |= self._pass
+        self._unexplained = 0 if self.new else self._unexplained
         without, self._held_back = self._held_back, frozenset()
         self.proven, self.new = self._members, frozenset()
-        return without
+        return self._unfit(without)
 
     def held_back(self, *, lost: bool) -> frozenset[str]:
         """Those that a group in place of the newest one does without, if it can; `lost`: a member of that was."""
         if self._since is None or lost:
             return self._held_back
-        return self._held_back | self.new if self.new else frozenset()  # it broke without them, too
+        if not self.new:  # it broke without them, too
+            return frozenset()
+        is_first = not self._held_back  # a second one does without all of them: not each is tried
+        return self._held_back | ((is_first and self._newcomers_to_blame()) or self.new)
 
     @property
     def _pass(self) -> set[int]:

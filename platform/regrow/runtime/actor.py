@@ -274,9 +274,9 @@ class Coordinator(Seats, Drained, Verified):
         self.shell.tell(e.Done())
         self.shell.await_log()
 
-    def broke(self, generation: int, detail: str) -> None:
-        """A rank could not go on, because of a peer's death or by itself."""
-        self.shell.tell(e.Broke(generation, detail))
+    def broke(self, generation: int, detail: str, rank: int | None = None) -> None:
+        """A rank could not go on, because of a peer's death or by itself: then `rank` is its own."""
+        self.shell.tell(e.Broke(generation, detail, rank))
 
     def unfit(self, node: str, pid: int, detail: str, machine: str) -> None:
         """A process' device computes wrong numbers; it ends itself."""

@@ -126,9 +126,9 @@ class Speaking:
         assert self.coordinator is not None, "it serves no run yet"
         return self.joins.seat(member, expected, after)
 
-    def broke(self, generation: int, detail: str) -> None:
+    def broke(self, generation: int, detail: str, rank: int | None = None) -> None:
         """A worker of this node could not go on. What the coordinator knows already is not passed on."""
         with self.lock:
             is_known, self.broken = generation <= max(self.broken, self.word.over), max(self.broken, generation)
         if not is_known:
-            self.coordinator.broke.remote(generation, detail)
+            self.coordinator.broke.remote(generation, detail, rank)

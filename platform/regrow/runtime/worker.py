@@ -27,7 +27,7 @@ from regrow.config.schema import Backend, PretrainConfig
 from regrow.config.snapshots import takes_snapshots
 from regrow.control.membership import Member
 from regrow.data.read.batch import layout_of
-from regrow.errors import RegrowError, first_line
+from regrow.errors import GroupOver, RegrowError, first_line
 from regrow.parallel.compile import CompileCache
 from regrow.parallel.fsdp import BACKENDS
 from regrow.parallel.stream import Stream, stream_of
@@ -56,7 +56,10 @@ from regrow.runtime.rendezvous import (
 )
 from regrow.runtime.restore import changes_recipe, recipe
 from regrow.runtime.warm_up import warm_up
+from regrow.state.collective import PeerError
 from regrow.storage import Storage
+from regrow.train.callback import is_of_a_collective
+from regrow.train.certificate import BrokenStep
 
 DRAIN_S = LEAVE_S * 2 / 3  # for a device to come to rest after its collectives were aborted
 THREAD_NAME = "train"  # of the thread that launches steps, in top -H and debuggers
@@ -268,12 +271,19 @@ def _report(job: Job, memory: MemoryTier | None, joined: Joined | None, error: E
 
 def _tell_what_broke(job: Job, memory: MemoryTier | None, joined: Joined, error: Exception) -> None:
     detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"[:500]
+    rank = joined.rank if _is_own(error) else None
     if memory is not None:
         with contextlib.suppress(ray.exceptions.RayError):  # it is gone, or stopped
-            ray.get(memory.keeper.broke.remote(joined.generation, detail), timeout=KEEPER_S)
+            ray.get(memory.keeper.broke.remote(joined.generation, detail, rank), timeout=KEEPER_S)
             return
     with contextlib.suppress(ray.exceptions.RayError):
-        CoordinatorClient(job.coordinator, joined.generation).broke(detail)
+        CoordinatorClient(job.coordinator, joined.generation).broke(detail, rank)
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether it is this rank's: not one that a peer, the coordinator, or a group that is over gives it."""
+    others = PeerError | GroupOver | BrokenStep | OSError | ray.exceptions.RayError
+    return not (isinstance(error, others) or is_of_a_collective(error))
 
 
 def device_of(config: PretrainConfig) -> torch.device:

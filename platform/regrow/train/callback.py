@@ -91,7 +91,7 @@ def _within(name: str, what: str, *, is_over: Callable[[], bool] | None, fix: st
     try:
         yield
     except (Exception, SystemExit) as error:
-        if (is_over is not None and is_over()) or _is_of_a_collective(error):
+        if (is_over is not None and is_over()) or is_of_a_collective(error):
             raise
         module = name.partition(":")[0]
         if not (isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")):  # not found
@@ -100,7 +100,7 @@ def _within(name: str, what: str, *, is_over: Callable[[], bool] | None, fix: st
         raise ConfigError(f"train.callback={name}: {what} raised {said}{fix}") from None
 
 
-def _is_of_a_collective(error: BaseException | None) -> bool:
+def is_of_a_collective(error: BaseException | None) -> bool:
     """Whether it came of a collective that failed, as one does where a peer is lost."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
