@@ -1575,6 +1575,22 @@ def test_a_rollback_that_a_coordinator_is_told_of_again_counts_once() -> None:
     assert isinstance(again.control.ending, GivenUp)
 
 
+def test_a_run_that_is_given_up_for_its_last_rollback_is_by_a_coordinator_that_is_told_of_that_again() -> None:
+    """The one before died before the driver had heard that it gave the run up."""
+    told = training("a")
+    for allowed in (True, False):
+        told.row(1)
+        told(e.NotFinite(told.control.generation, 2, "loss is nan"))
+        assert (told.control.ending is None) is allowed
+        if allowed:
+            told.form(one(0, "a"))
+            told.begin("a")
+    again = restarted(told)
+    again(e.NotFinite(2, 2, "loss is nan"))
+    assert again.control.ending == told.control.ending
+    assert again.records("failure") == []
+
+
 def test_what_keepers_hold_does_not_count_where_a_group_after_it_went_another_way() -> None:
     """Of another door, or another cluster, which knew nothing of these keepers; the log has all groups."""
     told = training("ab")

@@ -262,17 +262,17 @@ class Control:
 
     def _not_finite(self, event: e.NotFinite, now: float) -> None:
         """Back to storage, or to the end. What is in memory went wrong with it."""
-        if self._takeover.knows(event):
-            return
-        self.snapshots.discard(now)
-        self.group.failed(Cause.nonfinite, event.detail, [], step=event.step)
-        if self._rollbacks.again(event.step) > self._config.train.nonfinite_rollbacks:
+        if not (knows := self._takeover.knows(event)):
+            self.snapshots.discard(now)
+            self.group.failed(Cause.nonfinite, event.detail, [], step=event.step)
+            self._rollbacks.again(event.step)
+        if self._rollbacks.count > self._config.train.nonfinite_rollbacks:
             self.group.give_up(
                 f"{event.detail}, after {self._rollbacks.count - 1} rollbacks too; look at the loss before it in "
                 "report.html, then lower optim.lr under another run.name, or allow more with train.nonfinite_skips"
             )
-            return
-        self.group.enter(Waiting(), now)
+        elif not knows:
+            self.group.enter(Waiting(), now)
 
     def _done(self, event: e.Done, now: float) -> None:
         self._out.record("trained", step=self.next_step - 1)
