@@ -135,6 +135,30 @@ def test_a_group_that_forms_when_the_run_is_asked_to_stop_is_over_at_once() -> N
     assert told.control.is_over
 
 
+def test_a_group_that_trains_leaves_in_good_order_though_its_beginning_is_not_in_the_log() -> None:
+    """The driver asks again and again, at once where the coordinator is another one: before any row has come."""
+    told = Told(Past(5, 95, (90,), restarted=True))
+    told(e.Restarted((one(1, "a"), one(2, "b")), None, ()))
+    told(e.StopAsked("interrupted"))
+    assert told.row(96) == "interrupted"
+    assert told.control.state == Training(5)
+    assert told.of(c.TellOver) == []
+    told(e.Leaving(5, 96, ""))
+    assert told.control.is_over
+
+
+def test_a_group_of_another_coordinator_that_still_forms_at_a_stop_is_over_once_a_rank_asks_for_a_seat() -> None:
+    told = Told(Past(5, 95, (90,), restarted=True))
+    told(e.Restarted((one(1, "a"), one(2, "b")), None, ()))
+    told(e.StopAsked("interrupted"))
+    told.join(one(9, "spare"))
+    assert told.ask("m9", 4) == Answer(over=True)
+    assert not told.control.is_over
+    assert told.ask("m2", 4) == Answer(over=True)
+    assert told.control.is_over
+    assert [command.generation for command in told.of(c.TellOver)] == [5]
+
+
 def test_a_run_that_is_asked_to_stop_is_not_given_up_for_workers_that_do_not_start() -> None:
     told = Told()
     told(e.StopAsked("interrupted"))
@@ -1053,6 +1077,28 @@ def test_a_last_snapshot_that_does_not_come_is_not_waited_for_and_the_one_before
     all_written(told, 2, "ab")
     assert told.control.settling.unstored is None
     assert [fields["step"] for fields in told.records("checkpoint_failed")] == [16]
+    lost = "step 16 was trained, and is neither in memory nor in storage: its snapshot was not committed in time"
+    assert told.control.settling.lost == lost, "whatever was written since"
+
+
+def test_a_last_step_that_the_ranks_cannot_write_themselves_is_lost_and_the_run_says_so() -> None:
+    """Before, a run that was stopped with a full storage was told of as one whose checkpoint is committed."""
+    told = Told(every_steps=0, checkpoint=CheckpointConfig(every_steps=10), min_workers=2)
+    told.form(one(1, "a"), one(2, "b"))
+    told(e.Began(1, 10, ("a", "b"), {}))
+    for step in range(11, 16):
+        told.row(step)
+    told(e.StopAsked("interrupted"))
+    told(e.Logged(1, "checkpoint_failed", {"step": 15, "detail": "No space left on device"}))
+    told(e.Settle())
+    settling = told.control.settling
+    assert not settling.busy
+    assert settling.lost == "step 15 was trained, and is neither in memory nor in storage: No space left on device"
+    told(e.Logged(1, "checkpoint", {"step": 15, "seconds": 1.0, "bytes": 1}))
+    assert told.control.settling.lost == ""
+    told(e.Logged(1, "checkpoint_failed", {"step": 20, "detail": "No space left on device"}))
+    told(e.Began(1, 15, ("a", "b"), {}))
+    assert told.control.settling.lost == "", "what comes after that is trained again"
 
 
 def test_a_run_that_another_process_writes_puts_nothing_more_into_storage_and_ends_at_once() -> None:
@@ -1427,6 +1473,14 @@ def test_an_error_at_one_step_is_the_same_whichever_snapshot_before_it_was_commi
     told = Told(Past(generation=3, logged=2000, stored=(0,)), min_workers=2, max_workers=2)
     groups = [(starts[number % len(starts)], 107) for number in range(20)]
     assert errs_in_turn(told, groups) <= MAX_REPEATED + 1
+    assert isinstance(told.control.ending, GivenUp)
+
+
+@pytest.mark.parametrize("groups", [[(105, 106), (106, 106)], [(105, 107), (106, 107), (107, 107)]])
+def test_a_group_without_a_step_makes_no_error_at_one_step_a_new_one(groups: list[tuple[int, int]]) -> None:
+    """It began from later than those before, and met the error at once."""
+    told = Told(Past(generation=3, logged=2000, stored=(0,)), min_workers=2, max_workers=2)
+    assert errs_in_turn(told, groups * 20) <= len(groups) * (MAX_REPEATED + 1)
     assert isinstance(told.control.ending, GivenUp)
 
 

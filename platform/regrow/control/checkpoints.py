@@ -6,6 +6,7 @@ index, then COMMIT, each once the one before is known to be there. What was aske
 storage, or too late; keepers need no trainer for it, so that whatever ends a run has its newest snapshot written.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from regrow.control.cadence import Cadence
@@ -43,6 +44,29 @@ class Wanted:
     reason: str
 
 
+class Failures:
+    """Why steps that were to be in storage are not."""
+
+    def __init__(self) -> None:
+        self.of_newest = ""  # of the newest checkpoint that was begun
+        self._newest = NOTHING, ""  # the newest such step since a group began, whatever was begun for it since
+
+    def add(self, step: int, problem: str) -> None:
+        """A checkpoint of this step was not written."""
+        self._newest = max(self._newest, (step, problem))
+        self.of_newest = f"the checkpoint of step {step} was not written: {problem}"
+
+    def forget(self) -> None:
+        """The run has gone back: later steps are none any more."""
+        self._newest = NOTHING, ""
+
+    def lost(self, is_safe: Callable[[int], bool]) -> str:
+        """That the newest such step is gone, and why, a line; empty where it, or a later one, is safe."""
+        step, problem = self._newest
+        gone = step != NOTHING and not is_safe(step)
+        return f"step {step} was trained, and is neither in memory nor in storage: {problem}" if gone else ""
+
+
 class Checkpoints:
     """Decides on checkpoints; is told what came of it."""
 
@@ -59,14 +83,14 @@ class Checkpoints:
         """`steps` are in storage."""
         self.cadence, self.timeout_s, self.stored = cadence, timeout_s, steps.newest
         self.upload: Upload | None = None
-        self.failure = ""  # of the newest checkpoint that was begun
+        self.failures = Failures()
         self.is_left = False  # to another process, which writes the run now
         self._snapshots, self._keepers, self._out = snapshots, keepers, out
         self._wanted: Wanted | None = None
         self._secured = NEVER  # the newest version that was asked for because memory may be lost
         self._end_at: float | None = None  # the run ends: nothing is tried any more after that
         self._arrives_until: float | None = None  # a last snapshot may yet be committed
-        self._last_step = NOTHING  # which it is then
+        self._last_step, self._is_done = NOTHING, False  # which it is then, and whether it is the run's last
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
         self._number, self.steps = 0, steps
@@ -107,15 +131,15 @@ class Checkpoints:
             self._secured = version
             self.ask(version.step, reason, now)
 
-    def settle(self, last_step: int, now: float) -> None:
+    def settle(self, last_step: int, now: float, *, is_done: bool) -> None:
         """No worker is left: what is committed, or is about to be, is to be in storage within `timeout_s`.
 
-        `last_step` is the last one that was trained. To be said again and again.
+        `last_step` is the last one that was trained; `is_done`: the run's. To be said again and again.
         """
         if self._end_at is None and not self.is_left:
             self._end_at, self._secured = now + self.timeout_s, NEVER
             if self._keepers.known and not self._snapshots.holds(last_step) and self.stored < last_step:
-                self._last_step = last_step
+                self._last_step, self._is_done = last_step, is_done
                 patience_s = ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S
                 self._arrives_until = now + min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
         if self._arrives_until is None and self._end_at is not None and now <= self._end_at:
@@ -237,8 +261,9 @@ class Checkpoints:
         if self._arrives_until is None or (now < self._arrives_until and not self._snapshots.holds(self._last_step)):
             return
         self._arrives_until, wanted = None, self._wanted
-        if wanted is not None and not self._snapshots.holds(wanted.step):
-            self._failed(wanted.step, "its snapshot was not committed in time", now)
+        step = wanted.step if wanted is not None else self._last_step
+        if (wanted is not None or self._is_done) and not self._snapshots.holds(step):
+            self._failed(step, "its snapshot was not committed in time", now)
             self._wanted, self._secured, self._failed_at = None, NEVER, NO_TIME  # the one before is to be stored now
 
     def ask(self, step: int, reason: str, now: float) -> None:
@@ -253,7 +278,7 @@ class Checkpoints:
         self.begin_if_due(now)
 
     def _begin(self, commit: SnapshotCommit, reason: str, now: float) -> None:
-        self.failure = ""
+        self.failures.of_newest = ""
         self._number += 1
         self.upload = Upload(self._number, commit, reason, now, self._keepers, self._out)
         self.cadence.begun(commit.version.step, now)
@@ -290,5 +315,5 @@ class Checkpoints:
 
     def _failed(self, step: int, problem: str, now: float) -> None:
         self._failed_at = now
-        self.failure = f"the checkpoint of step {step} was not written: {problem}"
+        self.failures.add(step, problem)
         self._out.record("checkpoint_failed", step=step, detail=problem)

@@ -294,6 +294,8 @@ class Control:
         self._out.record(event.event, **{"generation": event.generation, **event.fields, **told})
         if is_written:
             checkpoints.has_stored(event.fields["step"])
+        elif event.event == "checkpoint_failed":
+            checkpoints.failures.add(event.fields["step"], event.fields["detail"])
         elif event.event == "checkpoint_damaged":
             checkpoints.steps.drop(event.fields["step"])
             self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
@@ -376,7 +378,9 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.DrainAsked: control.drains.ask,
         e.UndrainAsked: control.drains.undo,
         e.StopAsked: group.stop,
-        e.Settle: lambda event, now: checkpoints.settle(control.next_step - 1, now),
+        e.Settle: lambda event, now: checkpoints.settle(
+            control.next_step - 1, now, is_done=isinstance(control.ending, Finished)
+        ),
         e.Restarted: control._takeover.restarted,
         e.Closed: group.close,
     }

@@ -86,9 +86,11 @@ class Snapshots:
         unstored = checkpoints.unstored
         peers = newest.peers if newest is not None and unstored is not None else {}
         nodes = {*peers}.union(*peers.values()) & self.keepers.known.keys()
-        return Settling(
-            checkpoints.busy, checkpoints.failure, unstored.step if unstored else None, tuple(sorted(nodes))
+        step = unstored.step if unstored else None
+        lost = checkpoints.failures.lost(
+            lambda step: checkpoints.is_left or step <= checkpoints.stored or self.commits.holds(step)
         )
+        return Settling(checkpoints.busy, checkpoints.failures.of_newest, step, tuple(sorted(nodes)), lost)
 
     def begin(self, generation: int, start_step: int, nodes: Sequence[str], now: float) -> None:
         """A generation trains from `start_step`: later snapshots and checkpoints of those before it are given up."""
@@ -102,6 +104,7 @@ class Snapshots:
         self.commits.begin(generation, start_step, self.keepers.peers)
         self._tell_places()
         self.checkpoints.began(start_step, now)
+        self.checkpoints.failures.forget()
 
     def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
         """Nodes have versions safe; once it is all of a version's, that is committed."""
@@ -122,6 +125,7 @@ class Snapshots:
         """What is in memory is not to be used: the state itself went wrong."""
         self.commits.discard()
         self.checkpoints.discard(now)
+        self.checkpoints.failures.forget()
 
     def verify(self, step: int, verifies: int) -> None:
         """States up to that of `step` are verified; the next step that verifies is `verifies`."""
@@ -133,6 +137,7 @@ class Snapshots:
         """What comes after this step is not to be used of what is in memory: some rank computed wrong."""
         self.commits.roll_back(step)
         self.checkpoints.discard(now)
+        self.checkpoints.failures.forget()
 
     def keeper_up(self, event: KeeperUp, now: float) -> None:
         self.keepers.up(event)

@@ -74,6 +74,7 @@ class Settling:
     failure: str  # why the newest one was not written, if it was not
     unstored: int | None  # the step that is committed in memory, and is not in storage
     nodes: tuple[str, ...]  # that hold it
+    lost: str = ""  # which step was to be in storage and is nowhere, and why
 
 
 @dataclass(frozen=True)
