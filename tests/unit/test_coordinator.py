@@ -1237,6 +1237,64 @@ def test_a_job_that_ends_before_it_has_workers_says_what_the_one_before_has_left
     assert session.ended == []  # type: ignore[attr-defined]
 
 
+def train_the_last_step(session: Session) -> None:
+    session.config.train.steps = 6
+    made = session.made  # type: ignore[attr-defined]
+    made.row(made.ready(), row(made.ready(), 6))
+    made.done()
+
+
+def test_a_run_whose_last_step_is_in_no_snapshot_has_failed(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, nothing of that was known once the step before was being written: "interrupted", which it was not."""
+    train_the_last_step(session)
+    lost = "step 6 was trained, and is neither in memory nor in storage: its snapshot was not committed in time"
+    with pytest.raises(RegrowError, match=lost):
+        session.train()
+    assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [5, 4]
+    last = read_events(Storage.at(tmp_path))[-1]
+    assert (last["event"], last["step"], last["reason"], last["detail"]) == ("stopped", 5, "failed", lost)
+
+
+def test_a_run_that_ends_early_and_was_not_asked_to_has_failed(session: Session) -> None:
+    session.made.done()  # type: ignore[attr-defined]
+    with pytest.raises(RegrowError, match="the run ended at step 5 of 320, and nothing says why"):
+        session.train()
+
+
+def test_a_run_that_is_stopped_as_storage_is_full_does_not_say_that_all_is_committed(session: Session) -> None:
+    """Before: "stopped at step 4 of 320; its checkpoint is committed", of a run that the ranks had trained further."""
+    generation = session.made.ready()  # type: ignore[attr-defined]
+    failed = {"step": 9, "detail": "No space left on device"}
+    session.coordinator.event.remote(generation, "checkpoint_failed", failed)
+    lose_the_worker(session)
+    interrupt(session, 1)
+    with pytest.raises(RegrowError, match=r"step 9 was trained, .*: No space left on device"):
+        session.train()
+
+
+def test_a_signal_to_a_run_that_has_ended_does_not_cut_its_end_short(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: "interrupted" and 130 of a run that had finished, and its log had no end."""
+    monkeypatch.setattr(driver, "write_report", lambda *_, **__: {"final_loss": 2.5})
+    session.config.train.steps = 5
+    session.made.done()  # type: ignore[attr-defined]
+    ends = list[str]()
+
+    def close() -> None:
+        until(lambda: ends.append(read_events(Storage.at(tmp_path))[-1]["event"]) or ends[-1] == "stopped")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(session.made.shell.fleet, "close", close)  # type: ignore[attr-defined]
+    assert session.train() == "finished"
+    assert driver.ENDING in said(session)
+    assert "finished 5 steps, loss 2.5000" in said(session)[-1]
+    last = read_events(Storage.at(tmp_path))[-1]
+    assert (last["event"], last["reason"]) == ("stopped", "finished")
+
+
 def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: Session, tmp_path: Path) -> None:
     shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
     (tmp_path / "checkpoints").write_text("no folder")

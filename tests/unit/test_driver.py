@@ -24,6 +24,8 @@ from regrow.record import events
 from regrow.runtime import driver, shell
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
+from regrow.runtime.run_folder import Run
+from regrow.storage import Storage
 from support.corpus import write_corpus, write_rows
 from support.trainers import trainer_of
 
@@ -151,3 +153,15 @@ def test_what_ray_train_copies_to_each_worker_does_not_grow_with_the_corpus(tmp_
     trainer = trainer_of(tmp_path, corpora, PretrainConfig(), run_id="run")
     assert len(cloudpickle.dumps(trainer.train_run_context)) < 500e3
     assert len(cloudpickle.dumps(trainer._get_train_func())) > 2e6
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("interrupted", True), ("stop_at_step", False)])
+def test_the_command_to_resume_stops_where_the_run_was_to_stop_unless_it_has(
+    monkeypatch: pytest.MonkeyPatch, reason: str, kept: bool
+) -> None:
+    """Before, a run that was interrupted at step 3 of 10 went on past 10."""
+    monkeypatch.setattr("sys.argv", ["pretrain", "run.name=mine", "train.stop_at_step=10"])
+    run = Run(Storage.at("runs") / "mine", "run", None)
+    said = driver._farewell(PretrainConfig(run=RunConfig(name="mine")), run, 3, reason, None)
+    command = "python -m jobs.pretrain run.name=mine"
+    assert said.endswith(f"{command} train.stop_at_step=10" if kept else command)

@@ -203,10 +203,10 @@ class Coordinator(Seats, Drained, Verified):
         has, and it is to be kept.
         """
         self.shell.tell(e.Closed())  # what still writes is fenced off
+        self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
         control, fleet = self.shell.control, self.shell.fleet
         if not control.is_superseded and (not keep or (fleet.has_adopted and control.settling.unstored is None)):
             fleet.close()
-        self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
         return self.shell.close()
 
     # workers

@@ -52,6 +52,8 @@ from regrow.storage import Storage
 
 POLL_S = 0.2
 INTERRUPTED = "interrupted"
+STOPPING = "stopping after this step with a checkpoint; once more to end at once"
+ENDING = "the run has ended, its log and its report are being written; once more to leave at once"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
 UNBEGUN_S = 20.0  # for the log of a run that is interrupted before its workers start
 TELL_S = 5.0  # for the last checkpoint, before it is told of
@@ -209,22 +211,31 @@ class Session:
                 fatal, error = self._fit_until_over()
                 settling = self._settle()
             except KeyboardInterrupt:
-                self._leave_at_once()
+                _tell_what_stays(self)
                 raise
-        stop_stream(self.stream)
-        if error is not None and not fatal:
-            fatal = f"Ray Train gave up: {last_line(error)}"
-        missing = _missing(self.config, settling)
-        if fatal and missing:
-            self.console.message(missing)
-        fatal = fatal or missing
+            stop_stream(self.stream)
+            if error is not None and not fatal:
+                fatal = f"Ray Train gave up: {last_line(error)}"
+            return self._end(reporter, fatal, settling)
+
+    def _end(self, reporter: Reporter, fatal: str, settling: Settling) -> str:
+        """Write the end of the log and the last report, and say how the run stands; why it ended.
+
+        Raises RegrowError where that is a failure: `fatal`, or that a step is not in storage as it should be.
+        """
+        asked = self.interrupts.asked_to_stop
+        self.interrupts.told = ENDING
+        for found in filter(None, (_missing(self.config, settling), settling.lost)):
+            if fatal:
+                self.console.message(found)
+            fatal = fatal or found
         try:
             steps = committed_steps(self.run.folder / CHECKPOINTS)
         except OSError as away:
             steps, fatal = [], fatal or f"storage does not say which checkpoint is the newest: {first_line(away)}"
         step = steps[0] if steps else None
-        if not self.interrupts.asked_to_stop and (step or 0) < _last_step(self.config):
-            fatal = fatal or settling.failure
+        if not asked and (step or 0) < (last := _last_step(self.config)):
+            fatal = fatal or settling.failure or f"the run ended at step {step or 0} of {last}, and nothing says why"
         reason = _reason(self.config, step or 0, fatal)
         if lost := self.close(step or 0, reason, fatal):
             self.console.message(lost)
@@ -334,14 +345,6 @@ class Session:
             except ray.exceptions.RayActorError as error:
                 raise RegrowError(f"the run's coordinator has ended: {last_line(error)}") from error
 
-    def _leave_at_once(self) -> None:
-        """Say what stays behind."""
-        try:
-            missing = _missing(self.config, ray.get(self.coordinator.settling.remote(), timeout=ASK_S))
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            missing = f"what is committed in memory is not known: {first_line(error)}"
-        self.console.message(missing or "ended at once; all that is committed is in storage")
-
     def _show(self) -> str:
         """Show what happened since the last call; the fatal message if the run is over."""
         if self.interrupts.asked_to_stop:  # again and again: a coordinator that was restarted does not know
@@ -371,11 +374,12 @@ class Session:
 
 
 class Interrupts(StopRequest):
-    """Ctrl-C or SIGTERM: the run is asked to commit a checkpoint and leave; once more: leave at once."""
+    """Ctrl-C or SIGTERM: the run is asked to commit a checkpoint and leave; once more: leave at once. `told` is what is
+    said of the first."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._console = console
+        self._console, self.told = console, STOPPING
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -388,7 +392,7 @@ class Interrupts(StopRequest):
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.heard():
-            self._console.message("stopping after this step with a checkpoint; once more to end at once")
+            self._console.message(self.told)
 
 
 def _end_unbegun(session: Session, error: BaseException) -> None:
@@ -405,6 +409,15 @@ def _end_unbegun(session: Session, error: BaseException) -> None:
             console.message(lost)
         if missing := _missing(session.config, ray.get(session.coordinator.settling.remote(), timeout=ASK_S)):
             console.message(missing)
+
+
+def _tell_what_stays(session: Session) -> None:
+    """Where the driver leaves at once."""
+    try:
+        missing = _missing(session.config, ray.get(session.coordinator.settling.remote(), timeout=ASK_S))
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        missing = f"what is committed in memory is not known: {first_line(error)}"
+    session.console.message(missing or "ended at once; all that is committed is in storage")
 
 
 def _why_it_died(error: ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError) -> str:
@@ -453,7 +466,7 @@ def _farewell(config: PretrainConfig, run: Run, step: int | None, reason: str, l
         if step is not None
         else f"stopped before any of {config.train.steps} steps was committed"
     )
-    return f"{stands}. Resume with the same run.name={config.run.name}: {_resume_command()}"
+    return f"{stands}. Resume with the same run.name={config.run.name}: {_resume_command(reason)}"
 
 
 def _submitted(config: PretrainConfig, geometry: list[str]) -> dict[str, Any]:
@@ -486,6 +499,8 @@ def _opening(config: PretrainConfig, run: Run, corpora: Corpora) -> str:
     return f"run {config.run.name!r} at {run.folder} ({state}); model {config.model.name}; {'; '.join(parts)}"
 
 
-def _resume_command() -> str:
-    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("train.stop_at_step=")]
+def _resume_command(reason: str) -> str:
+    """This one, but for where it was to stop, if it has."""
+    has_stopped = reason == "stop_at_step"
+    overrides = [each for each in sys.argv[1:] if not (has_stopped and each.startswith("train.stop_at_step="))]
     return shlex.join(["python", "-m", "jobs.pretrain", *overrides])
