@@ -516,6 +516,15 @@ def test_of_several_newcomers_the_host_alone_is_left_out_whose_rank_has_an_error
     assert told.control.excluded_nodes(told.now) == {"bad"}
 
 
+def test_an_error_of_a_rank_that_this_coordinator_does_not_know_is_no_members_own() -> None:
+    """A group was formed while storage was away, by a coordinator that died, and its number is taken."""
+    told = Told()
+    training(told, A, B)
+    told(e.KeepersFound((), newest_generation=7))
+    told(e.Broke(7, "rank 2: OutOfMemoryError", 2))
+    assert told.control.group.last_failure == "rank 2: OutOfMemoryError"
+
+
 def test_newcomers_without_an_error_of_their_own_come_again_where_two_have_one() -> None:
     """What breaks a second time before a step costs all of them their places first: no group is tried for each."""
     told = Told(quarantine_failures=1)

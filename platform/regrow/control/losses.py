@@ -116,8 +116,8 @@ class Losses:
         if event.generation == self.generation:
             self.last_failure = event.detail
             if isinstance(self.state, Forming | Training):
-                its_own = None if event.rank is None else self.membership.current[event.rank].id
-                self.first_steps.cannot_go_on(event.detail, its_own)
+                own = [each.id for rank, each in enumerate(self.membership.current) if rank == event.rank]
+                self.first_steps.cannot_go_on(event.detail, *own)
             self._tell_over()
 
     def trouble(self, event: Trouble, now: float) -> None:

@@ -136,10 +136,7 @@ class FirstSteps:
             self._took_s, self._since = max(self._took_s, now - self._since), now
 
     def began(self, start_step: int, now: float) -> None:
-        """The newest group trains: its first step after this one. One later than all of the `repeated` began from is as
-        good as a new step; to go on from an earlier snapshot than the last is nothing new."""
-        if start_step > self._starts.stop:
-            self.repeated = 0
+        """The newest group trains: its first step after this one."""
         self._start = self._step = start_step
         if self._since is not None:
             self._learn(now - self._since)
@@ -161,11 +158,9 @@ class FirstSteps:
         if self._since is not None and self._counts == ERROR and cause in LOSSES:
             self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
-    def cannot_go_on(self, error: str, member: str | None) -> None:
+    def cannot_go_on(self, error: str, *own: str) -> None:
         """A rank of the newest group, by this error; the member whose own that is, where it is one's own."""
-        self.error = self.error or error
-        if member is not None:
-            self._own |= {member}
+        self.error, self._own = self.error or error, self._own | {*own}
 
     def _newcomers_to_blame(self) -> frozenset[str]:
         """All on hosts of ranks that had errors of their own; none where a rank that is no newcomer had one, too."""
@@ -186,8 +181,12 @@ class FirstSteps:
 
     def stepped(self, step: int, now: float) -> Mapping[str, bool]:
         """The newest group has done this step; of those that it was formed without, as they had broken the one before,
-        which are to end, and whether that counts."""
-        self.repeated = 0 if step > self._broke_at else self.repeated
+        which are to end, and whether that counts.
+
+        A step from later than all of the `repeated` began from is as good as a new one; to go on from an earlier
+        snapshot than the last is nothing new."""
+        if step > self._broke_at or (self._start > self._starts.stop and step > self._start):
+            self.repeated = 0
         self._step, self.failed = max(step, self._step), 0
         if self._since is None:
             return {}
