@@ -38,6 +38,7 @@ QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 class Group(Losses):
     """The run's workers, from one generation to the next."""
 
+    _formed: int = 0  # the newest generation that this coordinator has formed; one that it took up may train long since
     _left_slow_at: float = -math.inf  # when slow nodes were last looked at to be left
     _form_at: float = 0.0  # to look again whether a group can be formed, if no worker comes that it waited for
     _must_wait: bool = True  # for such workers, when it was looked last
@@ -61,9 +62,9 @@ class Group(Losses):
 
     def stop(self, event: StopAsked, now: float) -> None:
         """A group that trains leaves after a step. One that forms is over: some of its ranks may not have their seats,
-        and get none."""
+        and get none. Another coordinator's may train, unless one of its ranks asks for a seat."""
         self.ending = self.ending or Stopping(event.reason)
-        if isinstance(self.state, Forming):
+        if isinstance(self.state, Forming) and self._formed == self.generation:
             self.break_off(now)
 
     def finish(self, event: Done, now: float) -> None:
@@ -113,14 +114,16 @@ class Group(Losses):
     def _answer(self, event: Asked, now: float, last_snapshot_is_safe: bool, must_wait: Callable[[], bool]) -> Answer:
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
+        formation, waits = self.formation, event.member_id in self.membership.waiting
+        is_in = formation is not None and formation.rank_of(event.member_id) is not None
+        if self.ending is not None and isinstance(self.state, Forming) and is_in:  # it has no seat, and gets none
+            self.break_off(now)
         if self.ending is not None or event.member_id in self.turned_away:
             return Answer(over=True)
         if event.member_id in self.expelled:
             return Answer(unfit=True)
         if event.member_id in self.troubles.told:
             return Answer(wait_s=WAITING_POLL_S)
-        formation, waits = self.formation, event.member_id in self.membership.waiting
-        is_in = formation is not None and formation.rank_of(event.member_id) is not None
         if formation is None or formation.generation <= event.after or not is_in or waits:
             if isinstance(self.state, LeavingGroup) and now < self.state.until and not last_snapshot_is_safe:
                 return Answer(wait_s=self._ask_again_s(event.member_id, FORM_POLL_S, now))
@@ -184,7 +187,7 @@ class Group(Losses):
         hosts = self.nodes.hosts(formation.members)
         if not self.first_steps.formed(hosts, frozenset(membership.held_back), now):
             self.give_up(f"group after group failed before a new step; last failure: {self.last_failure or 'unknown'}")
-        self.formation = formation
+        self.formation, self._formed = formation, formation.generation
         self.too_few.formed()
         self.enter(Forming(formation.generation), now)
         self.out.append(Form(formation.generation, formation.members))
