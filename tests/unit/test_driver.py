@@ -1,6 +1,8 @@
 """The driver and a coordinator that is busy, or gone: on a real Ray, the calls alone."""
 
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,16 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from regrow.config.schema import ClusterConfig, DataConfig, OptimConfig, PretrainConfig, RunConfig
+from regrow.accept.tiny import tiny_model
+from regrow.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    OptimConfig,
+    PretrainConfig,
+    RunConfig,
+    TrainConfig,
+)
 from regrow.control.membership import ENDS_WITH_JOB
 from regrow.control.states import Settling
 from regrow.data.preflight import Outlook
@@ -21,12 +32,18 @@ from regrow.data.read.corpora import Corpora
 from regrow.data.read.manifest import Shard
 from regrow.errors import DataError, RegrowError
 from regrow.record import events
+from regrow.record.lock import lock_run
+from regrow.record.log import METRIC_KEYS, RunLog, read_events
+from regrow.record.run_folder import read_status
+from regrow.record.status import State
 from regrow.runtime import driver, shell
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
 from regrow.runtime.run_folder import Run
+from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
 from support.corpus import write_corpus, write_rows
+from support.runs import RUN_ID, save_run
 from support.trainers import trainer_of
 
 
@@ -165,3 +182,108 @@ def test_the_command_to_resume_stops_where_the_run_was_to_stop_unless_it_has(
     said = driver._farewell(PretrainConfig(run=RunConfig(name="mine")), run, 3, reason, None)
     command = "python -m jobs.pretrain run.name=mine"
     assert said.endswith(f"{command} train.stop_at_step=10" if kept else command)
+
+
+@pytest.fixture
+def started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
+    """Run the command of a run in `tmp_path` that is over; all that it says."""
+    said = list[str]()
+
+    def start(**checkpoint: int) -> list[str]:
+        config = PretrainConfig(
+            run=RunConfig(name="mine", storage_path=str(tmp_path)),
+            train=TrainConfig(steps=5),
+            cluster=ClusterConfig(address="auto"),
+            checkpoint=CheckpointConfig(**checkpoint),
+        )
+        driver.pretrain(config)
+        return said
+
+    run = Run(Storage.at(tmp_path) / "mine", RUN_ID, 5)
+    monkeypatch.setattr(driver, "check_may_start", lambda config: None)
+    monkeypatch.setattr(driver, "check_corpus", lambda config: SimpleNamespace(line=lambda: ""))
+    monkeypatch.setattr(driver, "cluster_for", lambda *_: nullcontext(Connection("", "")))
+    monkeypatch.setattr(driver, "find_corpora", lambda *_, **__: SimpleNamespace(sha256=""))
+    monkeypatch.setattr(driver, "find_or_create", lambda *_, **__: run)
+    monkeypatch.setattr(driver, "_opening", lambda *_: "opening")
+    monkeypatch.setattr(driver.Console, "message", lambda console, text: said.append(text))
+    return start
+
+
+def write_log(folder: Storage, *, ends: bool, note: str = "") -> float:
+    """Of a job that trained five steps, an hour ago; when it was heard last."""
+    begun = time.time() - 3600.0
+    with RunLog(folder) as log:
+        log.event(events.Submitted(time=begun, host=socket.gethostname(), pid=1))
+        log.event(
+            events.Generation(time=begun + 1.0, generation=1, world_size=1, start_step=0, cause="start", workers=[])
+        )
+        log.begin(1, 0)
+        for step in range(1, 6):
+            fields = {"generation": 1, "step": step, "batch_digest": 1, "time": begun + 1.0 + step}
+            log.row(dict.fromkeys(METRIC_KEYS, 0.1) | fields)
+        log.event(events.Trained(time=begun + 7.0, step=5))
+        log.event(events.Checkpoint(time=begun + 8.0, step=5, seconds=1.0, bytes=1))
+        if note:
+            log.event(events.Note(time=begun + 8.5, text=note))
+        if ends:
+            log.event(events.Stopped(time=begun + 9.0, step=5, reason="finished"))
+    (folder.local_path / ".lock").touch()
+    return begun + 8.0
+
+
+def test_a_run_whose_driver_died_behind_its_last_commit_has_an_end_once_it_is_started_again(
+    started_again: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Before, it was `gone` for good: there was nothing to do, so that nothing was written."""
+    save_run(tmp_path / "mine", tiny_model(num_layers=1), steps=(5,))
+    folder = Storage.at(tmp_path / "mine")
+    heard_at = write_log(folder, ends=False)
+    assert read_status(folder).state is State.gone
+    said = started_again()
+    assert [line for line in said if "nothing to do" in line or "have their end now" in line] == said[-2:]
+    status = read_status(folder)
+    assert (status.state, status.since) == (State.finished, heard_at)
+    assert folder.exists("report.html")
+    before = read_events(folder)
+    started_again()
+    assert read_events(folder) == before, "once"
+
+
+def test_a_run_that_another_process_writes_is_left_to_it(
+    started_again: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    save_run(tmp_path / "mine", tiny_model(num_layers=1), steps=(5,))
+    folder = Storage.at(tmp_path / "mine")
+    write_log(folder, ends=False)
+    before = read_events(folder)
+    held = lock_run(folder)
+    started_again()
+    assert held is not None
+    held.close()
+    assert read_events(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("ends", "note", "left"),
+    [
+        (True, "", [5, 4, 2, 1]),
+        (False, "", [5, 4, 3, 2, 1]),  # the newest was not read back
+        (True, "the checkpoint of step 5 could not be read back (is gone): older ones stay", [5, 4, 3, 2, 1]),
+    ],
+)
+def test_old_checkpoints_that_a_finished_run_was_still_deleting_are_deleted_by_the_next_attempt(
+    started_again: Callable[..., list[str]], tmp_path: Path, ends: bool, note: str, left: list[int]
+) -> None:
+    """As it says where it ends while it deletes; before, there was nothing to do for the next attempt."""
+    save_run(tmp_path / "mine", tiny_model(num_layers=1), steps=(0, 1, 2, 3, 4, 5))
+    folder = Storage.at(tmp_path / "mine")
+    write_log(folder, ends=ends, note=note)
+    (folder / "checkpoints").write_bytes("step-00000001/KEEP", b"{}")
+    (folder / "checkpoints").delete("step-00000000/COMMIT")  # a deletion that was cut short
+    started_again(every_steps=1, keep=2, keep_every_steps=2)
+    assert committed_steps(folder / "checkpoints") == left
+    assert not (folder / "checkpoints").list("step-00000000")
+    taken = folder.list("writers")
+    started_again(every_steps=1, keep=2, keep_every_steps=2)
+    assert folder.list("writers") == taken, "there is nothing left to do"

@@ -8,6 +8,7 @@ from regrow.control.events import Deleted, HasReadBack, Spoken
 from regrow.control.peers import KeeperRegistry
 from regrow.control.values import NOTHING
 
+OLDER_STAY = "older ones stay"  # ends the note of a checkpoint that could not be read back
 MOST_READERS = 3  # of a part, one after another, where nodes are gone or storage does not answer
 
 
@@ -175,4 +176,4 @@ class ReadBacks:
     def _give_up(self, why: str) -> None:
         self._waiting.clear()
         found = f"the checkpoint of step {self.step} could not be read back ({why})"
-        self._out.record("note", text=f"{found}: older ones stay")
+        self._out.record("note", text=f"{found}: {OLDER_STAY}")

@@ -39,6 +39,7 @@ from regrow.record.work import RATIOS
 from regrow.runtime.actor import await_coordinator, make_coordinator
 from regrow.runtime.backend import last_line
 from regrow.runtime.cluster import Connection, check_room, cluster_for, room_for, why_not_in_place
+from regrow.runtime.ended import end_again
 from regrow.runtime.entry import train_fn
 from regrow.runtime.interrupts import StopRequest
 from regrow.runtime.job import Job
@@ -115,6 +116,7 @@ def pretrain(config: PretrainConfig) -> None:
             run = find_or_create(config, manifest_sha256=corpora.sha256)
             console.message(_opening(config, run, corpora))
             if (run.resumed_step or 0) >= _last_step(config):
+                end_again(config, run, console.message)
                 console.message(
                     f"step {run.resumed_step} is already committed: nothing to do; "
                     "raise train.steps or train.stop_at_step to go on, or choose another run.name"

@@ -265,6 +265,17 @@ def _passing_over_damage(folder: Storage) -> Iterator[None]:
             raise
 
 
+def has_old(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = ()) -> bool:
+    """Whether `retain` may find something to delete, by the names of what is there alone. Raises OSError."""
+    committed = committed_steps(folder)
+    newest = [step for step in committed if step not in apart][:keep]
+    if len(newest) < keep:
+        return False
+    stay = {step for step in committed if keep_every_steps and step % keep_every_steps == 0}
+    old = [step for step in _steps(folder) if step < newest[-1] and step not in apart and step not in stay]
+    return any(not is_kept(folder, step) for step in old)
+
+
 def try_retain(
     folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = (), run_id: str | None = None
 ) -> str:
