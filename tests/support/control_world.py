@@ -218,7 +218,6 @@ class World:
         self.order = random.Random(-1 - seed)  # of calls that are made again: other chances keep theirs
         self.stands_still = False  # it is not up, and will go on with what it knows
         self.newest_committed = NEVER  # in memory, of those that the run has not gone back before
-        self.committed_with = 0  # the number of the coordinator that saw that
         self.went_wrong = 0  # the newest generation whose state was not finite: its snapshots are not to be used
         self.was_stored: set[int] = set()  # steps of all checkpoints so far, without those that were damaged
         self.trouble_at = NO_TIME  # of storage: it was away, or slow
@@ -306,8 +305,6 @@ class World:
             self.over, self.missing = True, self.control.settling.unstored if self.up else -1
             newest = self.newest_committed
             known = newest == NEVER or self.is_stored(newest) or self.missing in (newest.step, -1)
-            if self.committed_with < self.num_coordinators:  # keepers may not have heard of it yet
-                known = known or self.missing == (self.control.newest_snapshot or NEVER).step
             if not known and not self._lost_some_of(newest):
                 raise Broken(f"left at once, {newest} is not in storage, and {self.missing} was said to be missing")
 
@@ -407,14 +404,16 @@ class World:
 
     def restart_coordinator(self, *, lost_events: int = 0) -> None:
         """`lost_events`: the log's last ones were not written yet."""
-        if not self.up:
-            return
+        if self.up:
+            self._lose_coordinator(lost_events)
+            self.after(0.2 + self.rng.random(), self._come_back)
+
+    def _lose_coordinator(self, lost_events: int) -> None:
         self.up = False
         del self.events[len(self.events) - lost_events :]
         lost = min(self.rng.choice((0, 0, 1, 2, 6)), len(self.rows) - self.durable_rows)
         del self.rows[len(self.rows) - lost :]
         self._storage_is_back()
-        self.after(0.2 + self.rng.random(), self._come_back)
 
     def take_storage_away(self) -> None:
         """With the log, until a coordinator is started anew: one that is waits for it."""
@@ -480,6 +479,8 @@ class World:
         alive = [node for node in self.nodes.values() if node.alive and node.up]
         if self.control.newest_snapshot is None and any(node.alive and not node.up for node in self.nodes.values()):
             self.newest_committed = NEVER  # a keeper and the coordinator died at once: nothing is promised
+        heard = max((node.heard[1] for node in self.nodes.values() if node.alive), default=NEVER)
+        self.newest_committed = min(self.newest_committed, heard)  # that a later one was went with the coordinator
         for node in alive:
             self.tell(self._keeper_up(node))
         remembered = max((node.remembered for node in alive), default=NOTHING)
@@ -643,7 +644,7 @@ class World:
             self.committed[version][origin] = frozenset(holders)
             if not peers:
                 self.without_copies.setdefault(version, set()).add(origin)
-        self.newest_committed, self.committed_with = version, self.num_coordinators
+        self.newest_committed = version
 
     def _is_known(self, version: Version) -> bool:
         """Whether it is committed; or sealed, and whole, as what a coordinator finds that comes after another one."""
@@ -1270,10 +1271,16 @@ class World:
             raise Broken(f"generations began in the order {generations}")
 
 
-def play(seed: int, control_class: type[Control] = Control, *, num_faults: int | None = None) -> World:
+def play(
+    seed: int,
+    control_class: type[Control] = Control,
+    *,
+    num_faults: int | None = None,
+    world_class: type[World] = World,
+) -> World:
     """A run of a few steps with faults at random times, to its end. Raises Broken."""
     rng = random.Random(seed)
-    world_class = type("Played", (World,), {"control_class": control_class})
+    world_class = type("Played", (world_class,), {"control_class": control_class})
     sizes = {"num_nodes": rng.choice((1, 2, 3, 3, 4)), "last_step": rng.choice((6, 10, 14))}
     world: World = world_class(seed, **sizes, copies=rng.choice((1, 1, 2)), num_slices=rng.choice((None, None, 2, 5)))
     for _ in range(rng.choice((0, 1, 2, 2, 3, 4)) if num_faults is None else num_faults):

@@ -9,6 +9,7 @@ be missing (11). Once no more faults come, a run comes to its end.
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 
 from regrow.control import checkpoints, commits, core, past, rows, takeover
 from regrow.control.commands import BeginRows, Command, Outbox
-from regrow.control.events import KeepersFound, RowsAgain
+from regrow.control.events import Began, Joined, KeepersFound, KeeperUp, Row, RowsAgain
 from regrow.control.values import NOTHING
 from regrow.runtime.kept_rows import KeptRows
 from support.control_world import Broken, World, play, play_restarts, play_without_storage
+from support.faulty_worlds import play_again, play_corrupt_without_storage, play_troubled
 
 NUM_SCHEDULES = 10_000
+NUM_WORSE = 60
 
 
 @pytest.mark.timeout(900)
@@ -338,6 +341,50 @@ def test_rows_that_are_out_of_order_and_lost_for_that_are_found(
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match=r"row of step .*, expected|are left out, and rank 0 could have them"):
         all(play_restarts(seed).done for seed in range(300))
+
+
+def test_calls_that_are_made_again_to_the_next_coordinator_keep_the_promises() -> None:
+    made_again = {type(event) for seed in range(NUM_WORSE) for event in play_again(seed).made_again}
+    assert made_again >= {Began, Row, Joined, KeeperUp}
+
+
+def test_troubles_and_unfit_devices_among_faults_that_come_together_keep_the_promises() -> None:
+    found = [play_troubled(seed) for seed in range(NUM_WORSE)]
+    assert sum(world.done for world in found) > 0.8 * NUM_WORSE
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_a_corruption_is_found_whose_group_began_as_storage_was_away(is_logged: bool) -> None:
+    found = [play_corrupt_without_storage(seed, is_logged=is_logged) for seed in range(NUM_WORSE)]
+    corruptions = [world for world in found if world and any(name == "corruption" for _, name, _ in world.events)]
+    assert len(corruptions) > 0.5 * NUM_WORSE
+
+
+def a_group_begins_again_when_its_coordinator_is_told_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover.Takeover, "knows", lambda self, event: False)
+
+
+def all_that_a_group_has_done_is_right_where_the_log_does_not_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "_verified", lambda events, stored: None)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "worse"),
+    [
+        (a_group_begins_again_when_its_coordinator_is_told_so_again, play_again),
+        (
+            all_that_a_group_has_done_is_right_where_the_log_does_not_know_of_it,
+            partial(play_corrupt_without_storage, is_logged=False),
+        ),
+    ],
+    ids=["made again", "without storage"],
+)
+def test_a_mistake_in_what_a_new_coordinator_knows_is_found(
+    mistake: Callable[[pytest.MonkeyPatch], None], worse: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    with pytest.raises(Broken):
+        list(map(worse, range(NUM_WORSE)))
 
 
 def test_what_control_does_wrong_without_a_mistake_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
