@@ -12,7 +12,7 @@ from regrow.submit import kuberay
 from regrow.submit.submit import submit
 from support import stand_in_kubectl
 from support.stand_in_kubectl import STATE, load, store
-from support.submission import CODE, compose
+from support.submission import CODE, FAREWELL, compose
 
 KIND, NAME = "rayjobs.ray.io", "llama8b"
 POLICY = "networkpolicies.networking.k8s.io"
@@ -106,8 +106,9 @@ class Cluster:
         labels = {"regrow/run": NAME, "regrow/role": role, "ray.io/cluster": CLUSTER}
         self.has("pods", name, metadata={"labels": labels} | metadata, spec={"nodeName": node}, status={"phase": phase})
 
-    def has_submitter(self, name: str, created: str) -> None:
-        """A Kubernetes Job that follows the Ray job, with its pod."""
+    def has_submitter(self, name: str, created: str, *last_lines: str) -> None:
+        """A Kubernetes Job that follows the Ray job, with its pod; with a farewell at its end, if nothing is said."""
+        (self.folder / "last_lines").write_text("\n".join(last_lines or [FAREWELL]) + "\n")
         labels = {"ray.io/originated-from-cr-name": NAME}
         self.has("jobs", name, metadata={"labels": labels, "creationTimestamp": created})
         self.has("pods", f"{name}-abcde", metadata={"labels": {"job-name": name}, "creationTimestamp": created})

@@ -9,7 +9,8 @@ The cluster is a folder:
 - `away.json`: [message, calls]: so many calls are answered by this message alone;
 - `refusal`: what apply and create are refused with;
 - `kinds.json`: what kinds there are; without it, all; `no_namespace`: there is no such namespace;
-- `logs.json`: what each call of logs prints, its lines and then its error.
+- `logs.json`: what each call of logs that follows prints, its lines and then its error;
+- `last_lines`: what one that does not prints.
 
 What it does was compared with a real API server (docs/decisions/0021-a-real-api-server.md).
 """
@@ -312,6 +313,9 @@ def _updated(job: Object, new: Object, manager: str) -> Object:
 
 
 def logs(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
+    if "--follow" not in arguments:
+        say((folder / "last_lines").read_text())
+        return 0
     calls = _read(folder / "logs.json", [[[f"2026-01-01T00:00:00.5Z logs of {words[0]}"], ""]])
     lines, error = calls[0]
     (folder / "logs.json").write_text(json.dumps(calls[1:] or [[[], ""]]))

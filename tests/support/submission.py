@@ -12,6 +12,18 @@ from regrow.submit.render import Code, Manifest, render
 from regrow.submit.submit import pretrain_arguments
 
 CODE = Code("0123456789ab", "2.60.0")
+FAREWELL = "stopped at step 7 of 100, loss 2.0000; its checkpoint is committed. Resume with the same run.name=mine: ..."
+LOST = "step 7 is committed in memory and is not in storage (No space left on device); it is lost with the Ray cluster"
+ENDINGS = [  # a stopped job's last lines, the exit status of what follows or stops it, and the line that it shows
+    (["step  7/100  loss 2.0000", FAREWELL, "step  7/100  loss 2.0000"], 0, FAREWELL),
+    (["stopped before any of 100 steps was committed. Resume with ..."], 0, "stopped before any of 100 steps"),
+    (["finished 100 steps, loss 2.0000; report: /r/report.html"], 0, "finished 100 steps, loss 2.0000"),
+    (["ended at once; all that is committed is in storage", "interrupted"], 0, "ended at once; all that is committed"),
+    (["interrupted"], 0, "interrupted"),  # before it had begun
+    ([f"error: {LOST} (logs: /tmp/ray/logs)"], 1, f"error: {LOST}"),
+    ([LOST, "interrupted"], 1, LOST),  # asked twice
+    (["step  7/100  loss 2.0000"], 1, "error: the driver ended without a word, as one that is killed"),
+]
 
 
 def compose(arguments: Sequence[str]) -> SubmitJobConfig:

@@ -24,7 +24,7 @@ from regrow.submit.submit import check_in_git
 from support import commands
 from support.kubernetes import FAILED, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.kubernetes import REFUSED as REFUSED_CONNECTION
-from support.submission import CODE, compose, rendered
+from support.submission import CODE, ENDINGS, compose, rendered
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,6 +139,7 @@ def test_stop_asks_ray_in_the_head_pod_and_waits_for_the_checkpoint(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cluster.has_head()
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")
     cluster.has_job(RUNNING, RUNNING, RUNNING, STOPPED)
     assert act("stop") == 0
     (call,) = [call["arguments"] for call in cluster.calls if "exec" in call["arguments"]]
@@ -146,9 +147,46 @@ def test_stop_asks_ray_in_the_head_pod_and_waits_for_the_checkpoint(
         *("exec", "llama8b-c1-head", "--container=ray-head", "--"),
         *("ray", "job", "stop", "--no-wait", "--address", "http://127.0.0.1:8265", "llama8b-x1"),
     ]
-    (select,) = [call["arguments"] for call in cluster.calls if "pods" in call["arguments"]]
+    select, _ = [call["arguments"] for call in cluster.calls if "pods" in call["arguments"]]
     assert "--selector=ray.io/cluster=llama8b-c1,ray.io/node-type=head" in select
     assert "has ended; submit.action=apply goes on with the run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["stop", "logs"])
+@pytest.mark.parametrize(("lines", "status", "line"), ENDINGS)
+def test_a_stopped_job_ends_as_its_driver_did(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], action: str, lines: list[str], status: int, line: str
+) -> None:
+    """By its log: Ray has STOPPED for one that was killed too, and both said that all is well."""
+    cluster.has_head()
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z", *lines)
+    cluster.has_job(RUNNING, RUNNING, STOPPED)
+    assert act(action) == status
+    shown = capfd.readouterr().err
+    assert f"\n{line}" in shown
+    assert ("has ended; submit.action=apply goes on with the run" in shown) is (action == "stop")
+
+
+def test_how_a_stopped_job_ended_is_not_known_where_its_log_or_the_job_is_gone(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.has_head()
+    unknown = "and whether its newest step is in storage is not known here"
+    cluster.has_job(STOPPED)
+    assert act("logs") == 3
+    assert f"was stopped, {unknown}: the pod that followed its log is gone" in capfd.readouterr().err
+    cluster.has_job(RUNNING, STOPPED)
+    with pytest.raises(ClusterError, match=unknown):
+        act("stop")
+    cluster.has_job(RUNNING, {"do": ["vanish"]})
+    with pytest.raises(ClusterError, match=f"was deleted meanwhile, {unknown}"):
+        act("stop")
+
+
+def test_a_job_that_fails_while_it_is_stopped_is_no_success(cluster: Cluster) -> None:
+    cluster.has_head()
+    cluster.has_job(RUNNING, FAILED)
+    assert act("stop") == 1
 
 
 def test_stop_of_a_job_that_waits_for_its_cluster_deletes_it(cluster: Cluster) -> None:

@@ -60,6 +60,7 @@ def test_a_run_goes_on_after_it_was_stopped_failed_and_was_complete(
     cluster: Cluster, queue: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     cluster.has_head()
+    cluster.has_submitter(NAME, "2026-01-01T00:00:00Z")
     admitted = [{"jobDeploymentStatus": "Suspended"}, ADMITTED] if queue == KUEUE else []
     begin = [FIRST, *admitted, RUNNING]
 

@@ -85,6 +85,7 @@ def test_the_policy_is_there_before_the_job_and_goes_with_it(cluster: Cluster) -
 
 def test_the_next_job_has_a_policy_of_its_own_whenever_the_old_one_is_collected(cluster: Cluster) -> None:
     """The stand-in collects after the new policy was applied, before the new job is there."""
+    cluster.has_submitter(NAME, "2026-01-01T00:00:00Z")
     cluster.will_be(RUNNING, STOPPED, {"do": ["release"]}, RUNNING, SUCCEEDED)
     assert act("apply") == 0
     assert act("apply", "submit.follow=false") == 0

@@ -2,7 +2,7 @@
 
 import io
 import subprocess
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +15,17 @@ import yaml
 from ray._private.runtime_env.packaging import create_package
 from ray.job_submission import JobStatus
 
+from regrow.control.states import Settling
 from regrow.errors import ClusterError, ConfigError
 from regrow.record.run_folder import run_location
-from regrow.runtime.driver import END_S
+from regrow.runtime.driver import END_S, _farewell, _missing
+from regrow.runtime.run_folder import Run
+from regrow.submit.ending import ending
 from regrow.submit.pods import STOP_S
 from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT, RayJobs, job_spec
 from regrow.submit.render import config_sha256, entrypoint
 from regrow.submit.submit import pretrain_arguments, submit
-from support.submission import CODE, compose
+from support.submission import CODE, ENDINGS, FAREWELL, LOST, compose
 
 RAY = ["+cluster=cpu3", "run.name=mine", "submit.backend=ray", "submit.stop_s=42", "+submit.env.HF_HOME=/mnt/hf"]
 
@@ -286,6 +289,61 @@ def test_a_folder_is_the_same_however_its_storage_is_written() -> None:
         assert run_location(compose([*RAY, f"run.storage_path={path}"])) == "/shared/me/mine"
     assert run_location(compose([*RAY, "run.storage_path='~/me'"])) == str(Path.home() / "me" / "mine")
     assert run_location(compose([*RAY, "run.storage_path='s3://b/me/?region=x'"])) == "s3://b/me/mine?region=x"
+
+
+class Stopped(Shared):
+    """Ray's client, of a job that runs until it is asked to stop, and then is STOPPED, with this log."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__("")
+        self.log = log
+
+    def get_job_status(self, job: str) -> JobStatus:
+        return self.get_job_info(job).status  # type: ignore[no-any-return]
+
+    def get_job_info(self, job: str) -> Any:
+        status = JobStatus.STOPPED if self.stopped else JobStatus.RUNNING
+        return SimpleNamespace(status=status, message="Job was intentionally stopped.")
+
+    def get_job_logs(self, job: str) -> str:
+        return self.log
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        yield self.log
+
+
+@pytest.mark.parametrize("action", ["stop", "logs"])
+@pytest.mark.parametrize(("lines", "status", "line"), ENDINGS)
+def test_a_stopped_job_ends_as_its_driver_did(
+    action: str,
+    lines: list[str],
+    status: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By its log: Ray has STOPPED for one that was killed too, and both said that all is well."""
+    log = "\n".join(["Running entrypoint for job raysubmit_1: python -m jobs.pretrain", *lines]) + "\n"
+    client = Stopped(log)
+    jobs_of(client, monkeypatch)
+    if action == "logs":
+        client.stopped.append("raysubmit_1")
+    arguments = [*RAY, f"submit.action={action}"]
+    assert submit(compose(arguments), arguments) == status
+    shown = capsys.readouterr()
+    assert f"raysubmit_1: STOPPED: Job was intentionally stopped.\n{line}" in shown.err
+    assert shown.out == (log if action == "logs" else "")
+
+
+def test_the_drivers_own_last_lines_are_told_apart() -> None:
+    config, run = compose(RAY), cast(Run, SimpleNamespace(folder="/runs/mine"))
+    for reason, step in (("interrupted", 7), ("interrupted", None), ("stop_at_step", 7), ("finished", 7)):
+        line = _farewell(config, run, step, reason, 2.0 if step else None)
+        assert ending(f"{line}\n") == (0, line)
+    missing = _missing(config, Settling(False, "no room", 7, ("node",)))
+    assert missing.startswith(LOST[:40])
+    for line in (missing, f"error: {missing} (logs: /tmp/ray)"):
+        assert ending(f"{FAREWELL}\n{line}\n") == (1, line)
 
 
 GONE = [

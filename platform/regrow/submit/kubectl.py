@@ -131,6 +131,10 @@ class Kubectl:
             errors.seek(0)
             return str(_error("logs", status, errors.read().decode(errors="replace")))
 
+    def last_lines(self, what: str, count: int) -> str:
+        """The end of a pod's logs."""
+        return self._ask(["logs", what, f"--tail={count}"])
+
     def _items(self, kind: str, *options: str) -> list[Object]:
         return list(json.loads(self._ask(["get", kind, *options, "--output=json"]))["items"])
 

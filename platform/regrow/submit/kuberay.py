@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from regrow.errors import ClusterError
 from regrow.show.units import duration
+from regrow.submit.ending import LINES, ending
 from regrow.submit.kubectl import Kubectl, PodLogs, Unreachable
 from regrow.submit.reasons import Around, Reason, cause, reasons
 from regrow.submit.render import Manifest, to_yaml
@@ -26,6 +27,7 @@ ENDED = ("Complete", "Failed", "ValidationFailed")  # jobDeploymentStatus
 ENDS = ("SUCCEEDED", "STOPPED")  # jobStatus: the submitter has yet to say so; after FAILED KubeRay may try again
 UNSEEN_BY_KUBERAY = "JobStatusCheckTimeoutExceeded"  # reason: the head did not answer for too long
 NOT_RETRIED = "; KubeRay does not retry this: submit.action=apply goes on with the run"
+UNKNOWN = "and whether its newest step is in storage is not known here"
 STOPPING_S = 120.0  # beyond the time that the job has for its checkpoint
 DELETING_S = 600.0
 UNREACHABLE_S = 6 * 3600.0  # for which an API server may be away while something waits
@@ -65,9 +67,10 @@ class KubeRay:
             self._give_to(job, others)
 
     def follow(self) -> int:
-        """Show the job's logs and its states until it has ended; 0 where it succeeded or was stopped.
+        """Show the job's logs and its states until it has ended; 0 where it succeeded, or was stopped and left
+        nothing behind.
 
-        Raises LostSight where it was deleted, or the API server is away for too long.
+        Raises LostSight where it or its log was deleted, or the API server is away for too long.
         """
         with self.waiting:
             self.waiting.on("an answer of Kubernetes")
@@ -86,12 +89,12 @@ class KubeRay:
                 shown = line
             state, ray = status.get("jobDeploymentStatus"), status.get("jobStatus")
             if state in ENDED:
-                return 0 if ray in ENDS else 1
+                return _ended(self, status)
             self.waiting.on(f"RayJob {self.name}, which is {state or 'new'}{f' ({ray})' if ray else ''}")
             if state == "Running" and ray in ("PENDING", "RUNNING"):
                 logs.follow()
             else:
-                self._tell(job, told)
+                told.tell(self, job)
             time.sleep(POLL_S)
             try:
                 found = self.look("the job runs on")
@@ -129,34 +132,36 @@ class KubeRay:
             lines.append(f"dashboard: {forward}, then {DASHBOARD}")
         return lines
 
-    def stop(self, *, wait_s: float) -> None:
-        """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait."""
+    def stop(self, *, wait_s: float) -> int:
+        """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait. 1 where it
+        failed or left behind what it had committed, else 0.
+
+        Raises LostSight as `follow`.
+        """
         with self.waiting:
             self.waiting.on("an answer of Kubernetes")
-            self._stop(wait_s)
+            return self._stop(wait_s)
 
-    def _stop(self, wait_s: float) -> None:
+    def _stop(self, wait_s: float) -> int:
         job = self.kubectl.get(KIND, self.name)
         status = (job or {}).get("status") or {}
         if job is None:
             self.waiting.say(self.not_there())
-            return
+            return 0
         if status.get("jobDeploymentStatus") in ENDED:
             self.waiting.say(f"RayJob {self.name} does not run: it is {_state_line(status)}")
-            return
+            return 0
         ray, deleting = status.get("jobId"), job["metadata"].get("deletionTimestamp")
         if status.get("jobStatus") in ENDS and not deleting:
             self.waiting.say(f"RayJob {self.name} ends already: it is {_state_line(status)}")
-            if wait_s:
-                self._until_ended(wait_s + STOPPING_S)
-            return
+            return self._until_ended(wait_s + STOPPING_S) if wait_s else 0
         if deleting or not ray or status.get("jobStatus") not in ("PENDING", "RUNNING"):
             if not deleting:
                 self.kubectl.delete(KIND, self.name)
             self.waiting.say(f"RayJob {self.name} {'is being' if deleting else 'is not training now, and is'} deleted")
             if wait_s:
                 self._until_gone(job, "nothing more has to be done: it goes by itself")
-            return
+            return 0
         head = head_of(self.kubectl, status)
         if head is None:
             raise ClusterError(
@@ -165,23 +170,26 @@ class KubeRay:
         self.waiting.on("Ray to be told")
         self.kubectl.exec(head, "ray-head", ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, ray])
         self.waiting.say(f"asked {ray} to end after its step, with a checkpoint")
-        if wait_s:
-            try:
-                self._until_ended(wait_s + STOPPING_S)
-            except KeyboardInterrupt:
-                self.waiting.say(
-                    f"no longer waiting; {ray} was asked to end and does so by itself (submit.action=status)"
-                )
-                raise
+        if not wait_s:
+            return 0
+        try:
+            return self._until_ended(wait_s + STOPPING_S)
+        except KeyboardInterrupt:
+            self.waiting.say(f"no longer waiting; {ray} was asked to end and does so by itself (submit.action=status)")
+            raise
 
-    def _until_ended(self, wait_s: float) -> None:
+    def _until_ended(self, wait_s: float) -> int:
         give_up_at = time.monotonic() + wait_s
         while time.monotonic() < give_up_at:
             job = self.look("what was asked of Ray is done all the same")
             status = (job or {}).get("status") or {}
-            if job is None or status.get("jobDeploymentStatus") in ENDED:
+            if job is None:
+                raise LostSight(f"RayJob {self.name} was deleted meanwhile, {UNKNOWN}")
+            if status.get("jobDeploymentStatus") in ENDED:
+                self.waiting.say(_state_line(status))
+                ended = _ended(self, status)
                 self.waiting.say(f"RayJob {self.name} has ended; submit.action=apply goes on with the run")
-                return
+                return ended
             self.waiting.on(f"the checkpoint of RayJob {self.name}, which is {_state_line(status)}")
             time.sleep(POLL_S)
         raise ClusterError(f"RayJob {self.name} has not ended for {wait_s:g} s; see submit.action=logs")
@@ -246,7 +254,7 @@ class KubeRay:
                         f"RayJob {self.name} is still being deleted after {DELETING_S:g} s, and waits for "
                         f"{', '.join(held) or 'the API server'}: does KubeRay's operator run? {interrupted}"
                     )
-                self._tell(found, told)
+                told.tell(self, found)
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
             self.waiting.say(f"no longer waiting; RayJob {self.name} is being deleted, and {interrupted}")
@@ -275,16 +283,6 @@ class KubeRay:
         if not known:
             raise ClusterError(f"there is no namespace {namespace}; name another, or make it as k8s/README.md does")
         return f"no RayJob {self.name} in namespace {namespace}: not started, or removed after it had ended"
-
-    def _tell(self, job: Object, told: "_Told") -> None:
-        """Say what is new of why nothing happens."""
-        if time.monotonic() < told.next_at:
-            return
-        told.next_at = time.monotonic() + REASONS_S
-        for reason in why_idle(self.kubectl, job):
-            if reason.text not in told.texts:
-                told.texts.add(reason.text)
-                self.waiting.say(f"  ! {reason}")
 
     def look(self, meanwhile: str) -> Object | None:
         return _patiently(self.waiting, lambda: self.kubectl.get(KIND, self.name), meanwhile)
@@ -343,6 +341,32 @@ def head_of(kubectl: Kubectl, status: Object) -> str | None:
     return str(up[0]["metadata"]["name"]) if up else None
 
 
+def _ended(job: KubeRay, status: Object) -> int:
+    """Say with which line a job that was stopped has ended; 0 as `KubeRay.follow`."""
+    if status.get("jobStatus") != "STOPPED":
+        return 0 if status.get("jobStatus") == "SUCCEEDED" else 1
+
+    def last_lines() -> str:
+        pod = submitter_of(job.kubectl, job.name)
+        if pod is None:
+            raise ClusterError("the pod that followed its log is gone")
+        return job.kubectl.last_lines(pod, LINES)
+
+    try:
+        exit_status, line = ending(_patiently(job.waiting, last_lines, "the job has ended"))
+    except ClusterError as error:
+        raise LostSight(f"RayJob {job.name} was stopped, {UNKNOWN}: {error}") from error
+    job.waiting.say(line)
+    return exit_status
+
+
+def submitter_of(kubectl: Kubectl, name: str) -> str | None:
+    """The newest pod of the newest Kubernetes Job that follows the Ray job's logs."""
+    job = _newest(kubectl.select("jobs", f"ray.io/originated-from-cr-name={name}"))
+    pod = _newest(kubectl.select("pods", f"job-name={job or name}"))
+    return f"pod/{pod}" if pod else None
+
+
 def _as_far_as_allowed(ask: Callable[[], list[Object]]) -> list[Object]:
     try:
         return ask()
@@ -354,8 +378,18 @@ class _Told:
     """Reasons that were said already."""
 
     def __init__(self) -> None:
-        self.texts: set[str] = set()
-        self.next_at = 0.0
+        self._texts: set[str] = set()
+        self._next_at = 0.0
+
+    def tell(self, of: KubeRay, job: Object) -> None:
+        """Say what is new of why nothing happens."""
+        if time.monotonic() < self._next_at:
+            return
+        self._next_at = time.monotonic() + REASONS_S
+        for reason in why_idle(of.kubectl, job):
+            if reason.text not in self._texts:
+                self._texts.add(reason.text)
+                of.waiting.say(f"  ! {reason}")
 
 
 class _Logs:
@@ -369,7 +403,7 @@ class _Logs:
         """Pass lines on until they end or break off."""
         kubectl, waiting = self._job.kubectl, self._job.waiting
         try:
-            what = self._submitter(kubectl)
+            what = submitter_of(kubectl, self._job.name)
         except Unreachable:  # the next look at the job will tell
             return
         except ClusterError as error:  # not every user may look
@@ -389,12 +423,6 @@ class _Logs:
         if text and text != self._complaint:
             self._job.waiting.say(f"{text}; asking again")
         self._complaint = text
-
-    def _submitter(self, kubectl: Kubectl) -> str | None:
-        """The newest pod of the newest Kubernetes Job that follows the Ray job's logs."""
-        job = _newest(kubectl.select("jobs", f"ray.io/originated-from-cr-name={self._job.name}"))
-        pod = _newest(kubectl.select("pods", f"job-name={job or self._job.name}"))
-        return f"pod/{pod}" if pod else None
 
 
 def _newest(found: list[Object]) -> str | None:

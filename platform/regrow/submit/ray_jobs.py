@@ -22,6 +22,7 @@ from regrow.record.provenance import top_of_checkout
 from regrow.record.run_folder import run_location
 from regrow.show.units import when
 from regrow.storage import local_path
+from regrow.submit.ending import ending
 from regrow.submit.kuberay import LostSight
 from regrow.submit.pods import stop_s
 from regrow.submit.reasons import refusal
@@ -126,7 +127,7 @@ class RayJobs:
         print(f"submitted {job}", file=sys.stderr, flush=True)
 
     def follow(self) -> int:
-        """Show the newest job's logs until it has ended; 0 where it succeeded or was stopped.
+        """Show the newest job's logs until it has ended; 0 where it succeeded, or was stopped and left nothing behind.
 
         Raises LostSight where the cluster goes away meanwhile.
         """
@@ -138,15 +139,23 @@ class RayJobs:
                 if ended:
                     break
                 time.sleep(POLL_S)
-            info = self.client.get_job_info(job)
+            return self._ended(job)
         except AWAY as error:
             if is_unread(error):
                 raise
             raise LostSight(
                 f"lost sight of {job} ({refusal(error)}); it may well run on: submit.action=logs"
             ) from error
+
+    def _ended(self, job: str) -> int:
+        """Say how a job has ended; 0 as `follow`."""
+        info = self.client.get_job_info(job)
         print(f"{job}: {info.status.value}: {info.message}", file=sys.stderr)
-        return 0 if info.status in (JobStatus.SUCCEEDED, JobStatus.STOPPED) else 1
+        if info.status is not JobStatus.STOPPED:
+            return 0 if info.status is JobStatus.SUCCEEDED else 1
+        status, line = ending(self.client.get_job_logs(job))
+        print(line, file=sys.stderr)
+        return status
 
     async def _show(self, job: str, shown: int) -> int:
         """Write what the log has beyond so many characters, until it ends or the connection does."""
@@ -169,15 +178,16 @@ class RayJobs:
             for job in jobs
         ]
 
-    def stop(self, *, wait_s: float) -> None:
-        """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait.
+    def stop(self, *, wait_s: float) -> int:
+        """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait. 1 where it
+        failed or left behind what it had committed, else 0.
 
         Raises ClusterError where the cluster goes away, which says whether the job was asked to.
         """
         newest = self.newest()
         if newest is None or newest.status not in ALIVE:
             print(f"run {self.run!r} does not run{self.elsewhere}", file=sys.stderr)
-            return
+            return 0
         job = str(newest.submission_id)
         try:
             self.client.stop_job(job)
@@ -192,7 +202,10 @@ class RayJobs:
                 if time.monotonic() > give_up_at:
                     raise ClusterError(f"{job} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=logs")
                 time.sleep(POLL_S)
+            return self._ended(job) if wait_s else 0
         except AWAY as error:
+            if is_unread(error):
+                raise
             raise ClusterError(
                 f"lost sight of {job} ({refusal(error)}); it was asked to end, and does so by itself"
             ) from error

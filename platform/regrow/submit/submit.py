@@ -133,7 +133,7 @@ class _Job(Protocol):
     """A run where it was submitted to."""
 
     def describe(self) -> list[str]: ...
-    def stop(self, *, wait_s: float) -> None: ...
+    def stop(self, *, wait_s: float) -> int: ...
     def follow(self) -> int: ...
 
 
@@ -143,8 +143,7 @@ def _act(job: _Job, config: SubmitJobConfig, start: Callable[[], None]) -> int:
         print("\n".join(job.describe()))
         return 0
     if options.action is SubmitAction.stop:
-        job.stop(wait_s=stop_s(config, options) if options.follow else 0)
-        return 0
+        return job.stop(wait_s=stop_s(config, options) if options.follow else 0)
     if options.action is SubmitAction.logs:
         return _until_the_end(job.follow)
     start()
