@@ -1490,14 +1490,17 @@ def test_a_state_that_computed_wrong_and_is_taken_back_counts_no_error_before() 
     assert errs_in_turn(told, [*errors, *((number, number + 2) for number in range(20))]) == len(errors) + 20
 
 
+@pytest.mark.parametrize("num_steps", [0, 6])
 @pytest.mark.parametrize("how", ["an exception", "one rank's trouble"])
-def test_an_error_that_all_groups_meet_at_one_step_ends_a_run_whose_processes_all_start_anew(how: str) -> None:
+def test_an_error_that_all_groups_meet_at_one_step_ends_a_run_whose_processes_all_start_anew(
+    how: str, num_steps: int
+) -> None:
     told = Told(in_place=False, min_workers=2, max_workers=2, quarantine_failures=0)
-    for number in range(MAX_REPEATED):
+    for number in range(MAX_REPEATED if num_steps else MAX_FAILED_GENERATIONS):
         a, b = one(2 * number + 1, "a"), one(2 * number + 2, "b")
         told.form(a, b)
         told.begin("ab")
-        for step in range(1, 7):
+        for step in range(1, num_steps + 1):
             told.row(step)
         if how == "an exception":
             told(e.GroupFailed("worker_failed", "rank 0: KeyError: 7", (0, 1)))
@@ -1509,7 +1512,9 @@ def test_an_error_that_all_groups_meet_at_one_step_ends_a_run_whose_processes_al
             told(e.GroupFailed("worker_died", "rank 0: the actor died", (0,)))
     assert told.control.ending is None
     told.join(one(101, "a"), one(102, "b"))
-    assert "group after group failed before a new step" in told.ask("m101", told.control.generation).given_up
+    given_up = told.ask("m101", told.control.generation).given_up
+    assert "group after group failed before a new step" in given_up
+    assert "KeyError: 7" in given_up
 
 
 def test_groups_that_fail_in_a_row_are_counted_on_by_the_next_coordinator() -> None:

@@ -139,8 +139,8 @@ class Losses:
         nodes = {current[rank].node for rank in event.ranks if rank < len(current)}
         self.membership.dissolve()
         self.enter(Waiting(), now)
-        detail = self.troubles.clear() or event.detail
-        self.failed(event.cause, detail, event.ranks, nodes)
+        cause, detail = self.troubles.clear(event.cause, event.detail)
+        self.failed(cause, detail, event.ranks, nodes)
         self.health.lost(current)
         if not current and self.ending is None and self.first_steps.not_formed(event.cause):
             self.give_up(f"group after group failed before it was formed; last failure: {detail}")
@@ -232,7 +232,8 @@ class Losses:
         self.nodes.unfit(Unfit(member.node, member.pid, why), now, counts=counts)
         if self.in_place and member in membership.current:
             self._lose([member.id], Cause.worker_failed, why, now)
-        elif member in membership.current:  # Ray Train finds it dead, and does not know of the error
+        elif member in membership.current:  # Ray Train finds it dead
+            self.troubles.own = self.troubles.own or why
             self.first_steps.broke(Cause.worker_failed)
 
     def expel_corrupt(self, found: Finding, detail: str, now: float) -> None:

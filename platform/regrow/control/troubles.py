@@ -27,6 +27,7 @@ class Troubles:
     """Errors that processes would meet again, until it is known whose they are."""
 
     told: dict[str, Trouble] = field(default_factory=dict)  # by member
+    own: str = ""  # what the newest group's first was that was its process' own, and of which Ray Train does not know
     _since: float = 0.0
 
     def add(self, trouble: Trouble, now: float) -> None:
@@ -37,10 +38,10 @@ class Troubles:
         """These processes, by node and pid, have ended."""
         self.told = {name: each for name, each in self.told.items() if (each.member.node, each.member.pid) not in gone}
 
-    def clear(self) -> str:
-        """All processes have; the first error that one of them told, or empty."""
-        told, self.told = list(self.told.values()), {}
-        return told[0].message if told else ""
+    def clear(self, cause: str, detail: str) -> tuple[str, str]:
+        """All processes have, by what Ray Train says; cause and detail by what they told."""
+        told, own, self.told, self.own = list(self.told.values()), self.own, {}, ""
+        return (Cause.worker_failed, own) if own else (cause, told[0].message if told else detail)
 
     def verdict(self, membership: Membership, *, starts: bool, now: float) -> tuple[str, list[Trouble]]:
         """The error that is the run's, or empty; those that are their processes' own. Neither while that is open.
@@ -91,6 +92,7 @@ class FirstSteps:
     _starts: range = range(0)  # from the first to the last step from which those began
     _has_repeated: bool = False  # the newest group is one of them
     _counts: int = 0  # how much it does, unless it does a step
+    _is_error: bool = False  # it broke by one, whatever has been lost of it since
     _since: float | None = None  # when it was last seen to get on; None: it has done a step, or there is none
     _trains: bool = False  # it does its first step, else it forms
     _took_s: float = 0.0  # the longest that it did not get on, in what it does
@@ -108,7 +110,7 @@ class FirstSteps:
         self._to_blame = (self._to_blame | self._newcomers_to_blame()) & held_back
         self._hosts = {each: host for each, host in self._hosts.items() if each in held_back} | dict(hosts)
         self._own = frozenset()
-        self.error, self._has_repeated, self._step = "", False, self._start
+        self.error, self._has_repeated, self._is_error, self._step = "", False, False, self._start
         self._counts = 0 if members < self._members else ERROR
         self.failed += self._counts
         self._not_formed = 0
@@ -154,8 +156,9 @@ class FirstSteps:
         """The newest group has, whether it had done a step or not."""
         if cause == Cause.worker_failed:
             self._erred()
+            self._is_error = True
         self.error = ""
-        if self._since is not None and self._counts == ERROR and cause in LOSSES:
+        if self._since is not None and self._counts == ERROR and cause in LOSSES and not self._is_error:
             self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
     def cannot_go_on(self, error: str, *own: str) -> None:
