@@ -1484,6 +1484,29 @@ def test_a_group_without_a_step_makes_no_error_at_one_step_a_new_one(groups: lis
     assert isinstance(told.control.ending, GivenUp)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_an_error_at_one_step_ends_the_run_where_its_process_ends_itself_too(is_own: bool) -> None:
+    """A CUDA process whose device answers no more does. What survivors say first of a peer that died is no error."""
+    told = Told(Past(generation=3, logged=2000, stored=(0,)), min_workers=2, quarantine_failures=0)
+    for pid in range(1, 21):
+        a, b = one(pid, "a"), one(99, "b")
+        told.join(a, b)
+        answer = told.ask("m99", told.control.generation)
+        if answer.formation is None:
+            break
+        told.begin("ab", 100)
+        for step in range(101, 107):
+            told.row(step)
+        rank = answer.formation.rank_of(a.id) if is_own else None
+        told(e.Broke(told.control.generation, "rank 0: AcceleratorError: CUDA error", rank))
+        told(e.Unfit("a", pid, "cuda:0 does not answer"))
+        told(e.Gone("a", pid))
+    assert isinstance(told.control.ending, GivenUp) is is_own
+    if is_own:
+        assert pid <= MAX_REPEATED + 1
+        assert "rank 0: AcceleratorError: CUDA error" in answer.given_up
+
+
 def test_a_state_that_computed_wrong_and_is_taken_back_counts_no_error_before() -> None:
     told = Told(min_workers=2, max_workers=2)
     errors = [(0, 100), *((95, 100) for _ in range(MAX_REPEATED - 2))]
@@ -1776,10 +1799,9 @@ def test_rows_that_come_again_first_of_a_group_whose_beginning_is_not_in_the_log
     again(e.Restarted((one(1, "a"), one(2, "b")), None, ()))
     again(e.RowsAgain(5, 96, [again.metrics(step) for step in range(96, 102)]))
     again.row(102)
-    begin, *rows = [command for command in again.commands if isinstance(command, c.BeginRows | c.LogRow)]
-    assert begin == c.BeginRows(5, 95)
-    assert rows.pop(-2) == c.BeginRows(5, 101), "with the first row of a step that is done now"
-    assert [command.row["step"] for command in rows] == list(range(96, 103))
+    wanted = [command for command in again.commands if isinstance(command, c.BeginRows | c.LogRow)]
+    steps = [command.row["step"] if isinstance(command, c.LogRow) else command for command in wanted]
+    assert steps == [c.BeginRows(5, 95), *range(96, 102), c.BeginRows(5, 101), 102]
 
 
 def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:

@@ -162,7 +162,7 @@ class Losses:
         gpus = {node: [str(each) for each in self.health.gpus[node]] for node in nodes if node in self.health.gpus}
         broken = self.generation if generation is None else generation
         if broken == self.generation:
-            self.first_steps.broke(cause)
+            self.last_failure = self.first_steps.broke(cause, {each.id for each in self.membership.survivors}) or detail
         slow = {each.node for each in self.health.suspects.found.values() if each.kind is Kind.slow_link}
         kind = kind_of(cause, detail, nodes, is_dead=self.keepers.is_dead, failures=self.nodes, slow_links=slow)
         fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken, "nodes": nodes}
@@ -234,7 +234,7 @@ class Losses:
             self._lose([member.id], Cause.worker_failed, why, now)
         elif member in membership.current:  # Ray Train finds it dead
             self.troubles.own = self.troubles.own or why
-            self.first_steps.broke(Cause.worker_failed)
+            self.first_steps.broke(Cause.worker_failed, {each.id for each in membership.survivors})
 
     def expel_corrupt(self, found: Finding, detail: str, now: float) -> None:
         """The hosts of these members are given up at once; the state that they have spoilt is the caller's to drop."""

@@ -152,14 +152,16 @@ class FirstSteps:
         self._not_formed += cause == Cause.worker_failed
         return self._not_formed >= MAX_FAILED_GENERATIONS
 
-    def broke(self, cause: str) -> None:
-        """The newest group has, whether it had done a step or not."""
-        if cause == Cause.worker_failed:
+    def broke(self, cause: str, survivors: Collection[str]) -> str:
+        """The newest group has, whether it had done a step or not. The error of its ranks, where one that had its own
+        is no survivor: some leave a device that answers no more, so that the process ends itself."""
+        error = self.error if not self._own <= {*survivors} else ""
+        if cause == Cause.worker_failed or error:
             self._erred()
-            self._is_error = True
-        self.error = ""
+        self._is_error, self.error = self._is_error or cause == Cause.worker_failed, ""
         if self._since is not None and self._counts == ERROR and cause in LOSSES and not self._is_error:
             self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
+        return error
 
     def cannot_go_on(self, error: str, *own: str) -> None:
         """A rank of the newest group, by this error; the member whose own that is, where it is one's own."""
