@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 import yaml
 from ray.job_submission import JobStatus
 
@@ -744,6 +745,7 @@ class Job:
     def __init__(self, entrypoint: str, started: int, status: JobStatus = JobStatus.RUNNING) -> None:
         self.entrypoint, self.start_time, self.submission_id = entrypoint, started, f"job-{started}"
         self.status, self.end_time, self.metadata, self.message = status, None, None, None
+        self.runtime_env: dict[str, Any] = {}
 
 
 FAILED = [*STARTED, event("stopped", 31, step=10, reason="failed", detail="three groups in a row ended")]
@@ -802,6 +804,20 @@ def test_what_the_attempt_before_left_is_not_what_a_job_of_ray_does_now(
     monkeypatch.setattr(job_status, "_ask", lambda client, job, folder: read_status(storage).to_json())
     found = on_ray("http://head:8265", run=None)()
     assert (found.state, found.detail) == shown
+
+
+def test_a_cluster_that_goes_away_while_it_is_asked_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was asked with is a job of ours: that its submission broke off says nothing of the run."""
+
+    def submit_job(**_: Any) -> str:
+        raise requests.exceptions.ConnectionError("Connection aborted.")
+
+    job = Job("python -m jobs.pretrain run.name=mine run.storage_path=/nowhere/runs", int(T0) * 1000)
+    client = SimpleNamespace(list_jobs=lambda: [job], submit_job=submit_job)
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: client)
+    monkeypatch.setattr(job_status, "is_here", lambda *_: False)
+    with pytest.raises(ClusterError, match=r"^http://head:8265 does not answer: Connection aborted\.$"):
+        on_ray("http://head:8265", run=None)()
 
 
 def test_what_kubernetes_knows_is_said_without_a_way_to_the_bucket(

@@ -1,5 +1,6 @@
 """The same run as a job of a running Ray cluster. What needs a cluster is in tests/cluster."""
 
+import errno
 import io
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -194,6 +195,14 @@ def test_a_cluster_that_goes_away_while_it_is_given_the_job_is_one_line(monkeypa
         jobs_of(NotReady(broken), monkeypatch).apply({"entrypoint": "true"})
     said = "the job's submission broke off (Connection aborted.); it may have been taken: submit.action=status"
     assert str(caught.value) == said
+
+
+def test_a_file_that_cannot_be_packed_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray packs the checkout on this machine: no cluster may have taken that job."""
+    unread = PermissionError(errno.EACCES, "Permission denied", "/checkout/secret.pem")
+    with pytest.raises(PermissionError) as caught:
+        jobs_of(NotReady(unread), monkeypatch).apply({"entrypoint": "true"})
+    assert caught.value is unread
 
 
 class Breaks:

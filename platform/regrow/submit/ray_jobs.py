@@ -82,7 +82,7 @@ def _named(config: SubmitJobConfig) -> set[str]:
 
 
 def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
-    """The job's id. Raises ClusterError where the cluster refuses it, or goes away meanwhile."""
+    """The job's id. Raises ClusterError where the cluster refuses it."""
     give_up_at = time.monotonic() + AGENT_S
     while True:
         try:
@@ -91,11 +91,13 @@ def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
             if NO_AGENT not in str(error) or time.monotonic() > give_up_at:
                 taken = "" if NO_AGENT not in str(error) else AGENT_PORT
                 raise ClusterError(f"the cluster did not take the job: {refusal(error)}{taken}") from error
-        except (OSError, ClientError) as error:
-            raise ClusterError(
-                f"the job's submission broke off ({refusal(error)}); it may have been taken: submit.action=status"
-            ) from error
         time.sleep(POLL_S)
+
+
+def _is_of_this_machine(error: Exception) -> bool:
+    """A file of the checkout that cannot be read, or no room for its archive: nothing was sent."""
+    is_of_a_connection = isinstance(error, ConnectionError | TimeoutError)
+    return isinstance(error, OSError) and error.errno is not None and not is_of_a_connection
 
 
 class RayJobs:
@@ -123,7 +125,14 @@ class RayJobs:
                 f"run {self.run!r} is there as job {newest.submission_id} ({newest.status.value}); stop it first "
                 "(submit.action=stop), or choose another run.name"
             )
-        job = submit_job(self.client, **spec)
+        try:
+            job = submit_job(self.client, **spec)
+        except (OSError, ClientError) as error:
+            if _is_of_this_machine(error):
+                raise
+            raise ClusterError(
+                f"the job's submission broke off ({refusal(error)}); it may have been taken: submit.action=status"
+            ) from error
         print(f"submitted {job}", file=sys.stderr, flush=True)
 
     def follow(self) -> int:
