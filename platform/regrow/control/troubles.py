@@ -13,8 +13,8 @@ OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an er
 FIRST_STEPS = 4.0  # a group with newcomers may form so many times the longest, or as long as its ranks may take to meet
 # (`phases.form_s`), apart from what has limits of its own (`phases.OWN_LIMITS`), and as long take for its first step
 MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
-# groups in a row that broke with newcomers of several hosts, no newcomer alone having had an error of its own, until all
-# of these hosts count a failure: one of a thousand is found by as many halvings
+# groups in a row that broke with newcomers of several hosts, no newcomer alone having had an error of its own, until
+# all of these hosts count a failure: one of a thousand is found by as many halvings
 MAX_UNEXPLAINED = 10
 MAX_REPEATED = 7  # groups in a row that break by an error, none of which has got beyond the ones before
 LOSSES = (Cause.worker_died, Cause.worker_hung, Cause.node_silent)  # which hosts cause, too: three count as one error
