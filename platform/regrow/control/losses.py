@@ -139,11 +139,10 @@ class Losses:
         nodes = {current[rank].node for rank in event.ranks if rank < len(current)}
         self.membership.dissolve()
         self.enter(Waiting(), now)
-        cause, detail = self.troubles.clear(event.cause, event.detail)
-        self.failed(cause, detail, event.ranks, nodes)
+        self.failed(*self.troubles.clear(event.cause, event.detail), event.ranks, nodes, interrupts=bool(current))
         self.health.lost(current)
         if not current and self.ending is None and self.first_steps.not_formed(event.cause):
-            self.give_up(f"group after group failed before it was formed; last failure: {detail}")
+            self.give_up(f"group after group failed before it was formed; last failure: {self.last_failure}")
 
     def failed(
         self,
@@ -154,11 +153,12 @@ class Losses:
         *,
         step: int | None = None,
         generation: int | None = None,
+        interrupts: bool = True,
     ) -> None:
         """Record why a group broke, the newest where nothing is said, and how the GPUs of these nodes were; the next
-        generation carries the cause."""
+        generation carries the cause. `interrupts`: there was a group, so that this counts for how often it breaks."""
         nodes, self.cause, self.last_failure = list(nodes), cause, detail
-        self.num_failures += 1
+        self.num_failures += interrupts
         gpus = {node: [str(each) for each in self.health.gpus[node]] for node in nodes if node in self.health.gpus}
         broken = self.generation if generation is None else generation
         if broken == self.generation:
