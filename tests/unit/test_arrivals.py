@@ -202,8 +202,24 @@ def test_a_host_on_which_processes_hang_before_they_join_again_and_again_is_left
     assert len(told.records("note")) == len(told.records("unfit")) == 3
 
 
-def test_while_all_start_none_is_too_late_and_from_the_first_group_on_the_others_have_their_time() -> None:
-    """Storage may be slow for all, or compiling; those that come first are no measure yet."""
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_process_that_hangs_is_told_of_and_ended_where_the_others_wait_for_it_to_form_a_group(anew: bool) -> None:
+    """No group can be formed without it, and the run waited for ever, without a word."""
+    told = Told(min_workers=3, max_workers=3)
+    members = [one(1, "a"), one(2, "b"), one(3, "c")]
+    if anew:
+        told.form(*members)
+        told.begin("abc")
+        told(e.GroupFailed("controller_died", "Ray Train's controller", ()))
+        members = [one(11, "a"), one(12, "b")]
+    told.join(*members[:2], expected=3)
+    assert started(told, ("c", 99), seconds=COMES_S - 10.0).to_end == set()
+    assert "process 99 on node c was started" in told.records("note")[-1]["text"]
+    assert started(told, ("c", 99), seconds=20.0).to_end == {("c", 99)}
+
+
+def test_while_all_start_none_is_too_late_and_from_the_first_that_joins_the_others_have_their_time() -> None:
+    """Storage may be slow for all, or compiling."""
     told = Told(max_workers=8)
     assert started(told, ("c", 3), seconds=10 * COMES_S).to_end == set()
     told.form(one(1, "a"), one(2, "b"))

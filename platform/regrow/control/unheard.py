@@ -35,7 +35,7 @@ class Unheard:
             if process in members or process in group.nodes.heard_of:
                 heard.append(process)
                 continue
-            starts = not group.membership.current or group.ending is not None  # all may take as long
+            starts = not members or group.ending is not None  # before the first one joins all may take as long
             since = self._since[process] = now if starts else self._since.get(process, now)
             said = f"was started {age_s:.0f} s ago, and has neither joined nor said why"
             if now - since > max(COMES_S, self.timeout_s):
