@@ -255,7 +255,7 @@ def test_credentials_that_a_file_has_anew_are_taken_once_the_old_ones_have_ended
         give("OLD")
         patch.setattr(storage_module, "OPEN_ANEW_S", math.inf)
         run = Storage.at(uri) / "run"
-        run.retry_s = 2.0
+        run.retry_s = 120.0  # a client that is made anew may take seconds beside other work
         log = run / "log"
         run.write_bytes("a", b"old")
         assert run.create("COMMIT-1", b"old")
@@ -267,8 +267,10 @@ def test_credentials_that_a_file_has_anew_are_taken_once_the_old_ones_have_ended
         assert run.list() == ["COMMIT-1", "COMMIT-2", "a", "log"]
         give("NEXT")
         faults.ended = "NEW"
+        run.retry_s = 2.0
         with pytest.raises(StorageUnreachable, match="ExpiredToken"):  # it was opened anew not long ago
             run.create("COMMIT-3", b"next")
+        run.retry_s = 120.0
         patch.setattr(storage_module, "OPEN_ANEW_S", 0.0)
         assert run.create("COMMIT-3", b"next")
         assert run.read_bytes("a") == b"old"
