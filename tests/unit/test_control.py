@@ -1077,7 +1077,7 @@ def test_a_last_snapshot_that_does_not_come_is_not_waited_for_and_the_one_before
     all_written(told, 2, "ab")
     assert told.control.settling.unstored is None
     assert [fields["step"] for fields in told.records("checkpoint_failed")] == [16]
-    lost = "step 16 was trained, and is neither committed in memory nor in storage: its snapshot was not committed in time"
+    lost = "step 16 is neither committed in memory nor in storage: its snapshot was not committed in time"
     assert told.control.settling.lost == lost, "whatever was written since"
 
 
@@ -1093,7 +1093,7 @@ def test_a_last_step_that_the_ranks_cannot_write_themselves_is_lost_and_the_run_
     told(e.Settle())
     settling = told.control.settling
     assert not settling.busy
-    assert settling.lost == "step 15 was trained, and is neither committed in memory nor in storage: No space left on device"
+    assert settling.lost == "step 15 is neither committed in memory nor in storage: No space left on device"
     told(e.Logged(1, "checkpoint", {"step": 15, "seconds": 1.0, "bytes": 1}))
     assert told.control.settling.lost == ""
     told(e.Logged(1, "checkpoint_failed", {"step": 20, "detail": "No space left on device"}))

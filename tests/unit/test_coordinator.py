@@ -1249,7 +1249,7 @@ def test_a_run_whose_last_step_is_in_no_snapshot_has_failed(
 ) -> None:
     """Before, nothing of that was known once the step before was being written: "interrupted", which it was not."""
     train_the_last_step(session)
-    lost = "step 6 was trained, and is neither committed in memory nor in storage: its snapshot was not committed in time"
+    lost = "step 6 is neither committed in memory nor in storage: its snapshot was not committed in time"
     with pytest.raises(RegrowError, match=lost):
         session.train()
     assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [5, 4]

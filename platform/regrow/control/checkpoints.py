@@ -64,7 +64,7 @@ class Failures:
         """That the newest such step is gone, and why, a line; empty where it, or a later one, is safe."""
         step, problem = self._newest
         gone = step != NOTHING and not is_safe(step)
-        return f"step {step} was trained, and is neither committed in memory nor in storage: {problem}" if gone else ""
+        return f"step {step} is neither committed in memory nor in storage: {problem}" if gone else ""
 
 
 class Checkpoints:
