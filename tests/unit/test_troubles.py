@@ -1,6 +1,6 @@
 """Whose trouble it is: what all ranks have ends the run, what one has costs that one."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,11 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.health import WHERE_AGAIN_S, Pulse
 from regrow.control.membership import Member
+from regrow.control.nodes import UNTRIED_S
 from regrow.control.past import Past
 from regrow.control.phases import FORM_S, PHASES, Phase, form_s
 from regrow.control.states import Answer, GivenUp, Training
-from regrow.control.troubles import MAX_FAILED_GENERATIONS, MAX_REPEATED, MAX_UNEXPLAINED, OTHERS_S
+from regrow.control.troubles import ERROR, LOSS, MAX_FAILED_GENERATIONS, MAX_REPEATED, MAX_UNEXPLAINED, OTHERS_S
 from regrow.errors import DataError, GroupOver
 from regrow.record.events import Cause
 from regrow.runtime import rendezvous, worker
@@ -488,6 +489,19 @@ def test_a_newcomer_is_taken_back_where_the_group_breaks_without_it_too() -> Non
     assert told.records("unfit") == []
 
 
+def test_a_newcomer_is_left_out_first_by_a_coordinator_that_took_up_a_group_as_it_formed() -> None:
+    """It did not know that these had done steps, and the newcomer's error ended the run."""
+    told = Told(Past(generation=1, restarted=True))
+    told(e.KeepersFound((), 1))
+    told(e.Restarted((A, B), None, ()))
+    told.begin("ab", 0)
+    told.row(1)
+    bad = one(9, "bad")
+    told.form(A, B, bad)
+    assert broken_with(told, A, B, bad, ranks=[2]) == ["m1", "m2"]
+    assert step_without(told, 1, bad) == {"bad": True}
+
+
 def newcomers(first: int, *nodes: str) -> list[Member]:
     return [one(first + number, node) for number, node in enumerate(nodes)]
 
@@ -553,7 +567,8 @@ def test_where_no_newcomer_alone_has_an_error_half_of_their_hosts_start_anew_unt
         going = step_without(told, step, *new)
         step += 1
         assert list(going.values()) == [False] * left + [True] * (len(new) - left)
-        assert told.control.excluded_nodes(told.now) == set()
+        assert told.control.excluded_nodes(told.now) == {f"n{number}" for number in range(left, 5)}, "not tried now"
+        assert told.records("quarantine") == []
         new = new[:left]
     told.form(A, B, *new)
     assert broken_with(told, A, B, *new, ranks=ranks) == ["m1", "m2"]
@@ -561,7 +576,65 @@ def test_where_no_newcomer_alone_has_an_error_half_of_their_hosts_start_anew_unt
     assert told.control.excluded_nodes(told.now) == {"n0"}
 
 
+@pytest.mark.parametrize(("bad", "broken"), [("n0", 5), ("n1", 6), ("n2", 5), ("n3", 5)])
+@pytest.mark.parametrize("start_s", [10.0, 60.0])
+def test_of_newcomers_that_start_anew_at_once_the_one_host_is_found_with_which_groups_break(
+    bad: str, broken: int, start_s: float
+) -> None:
+    """The other half's processes started at once on the same hosts, and all were tried together again: thirteen groups
+    broke, and then four hosts were in quarantine. `start_s` is from a process' start until it joins."""
+    told = Told(quarantine_failures=3, max_workers=36)  # each rank more makes a step shorter
+    training(told, A, B)
+    empty = {f"n{number}": told.now for number in range(4)}  # places, and since when
+    joins, living, dying = dict[str, float](), dict[str, Member](), dict[str, float]()
+    step, pid, nodes, tried = 1, 10, ["a", "b"], list[list[str]]()
+    while told.now < 3000.0 and not (told.records("quarantine") and len(nodes) == 5):
+        told.now += 1.0
+        told()
+        for node in [node for node, at in dying.items() if told.now > at]:  # Ray sees it a second later
+            told(e.Died(((node, living.pop(node).pid),), 9, Cause.worker_died, "it exited"))
+            empty[node] = dying.pop(node) + 4.0
+        out = told.control.excluded_nodes(told.now)
+        for node in [node for node, at in empty.items() if told.now > at and node not in out]:
+            joins[node] = empty.pop(node) + start_s
+        told(e.Placed(dict.fromkeys(["a", "b", *joins, *living], 1)))
+        for node in [node for node, at in joins.items() if told.now > at]:
+            del joins[node]
+            pid, living[node] = pid + 1, one(pid, node)
+            told(e.Joined(living[node], 1))
+        step += 1
+        leaves = told.row(step)
+        waiting = [each for node, each in living.items() if node not in nodes]
+        going = [each.node for each in waiting if told.ask(each.id, told.control.generation).unfit]
+        dying = dict.fromkeys(going, told.now) | dying
+        if leaves == "grow":
+            told(e.Leaving(told.control.generation, step, "grow"))
+            told.now += 6.0
+            nodes = [each.node for each in told.form(A, B, *living.values()).members]
+            if bad in nodes:
+                tried.append(nodes)
+                told.now += 15.0
+                broken_with(told, A, B, *living.values())
+                nodes = [each.node for each in told.control.group.membership.current]
+            told.begin(nodes, step)
+    assert {fields["node"] for fields in told.records("quarantine")} == {bad}
+    assert len(tried) == broken
+    assert set(nodes) == {"a", "b", "n0", "n1", "n2", "n3"} - {bad}
+
+
+def test_no_host_is_left_untried_where_none_is_to_be_left_alone_nor_one_on_which_the_group_trains() -> None:
+    for failures, nodes in ((0, ["n0", "n1"]), (3, ["a", "b"])):
+        told = Told(quarantine_failures=failures)
+        training(told, A, B)
+        new = newcomers(10, *nodes)
+        told.form(A, B, *new)
+        broken_with(told, A, B, *new)
+        assert list(step_without(told, 1, *new).values()) == [False, True]
+        assert told.control.excluded_nodes(told.now) == set()
+
+
 def test_newcomers_that_break_groups_again_and_again_count_in_the_end_though_none_has_an_error_of_its_own() -> None:
+    """No size has a place for one of them alone."""
     told = Told(quarantine_failures=1)
     training(told, A, B)
     n0 = one(10, "n0")
@@ -571,7 +644,7 @@ def test_newcomers_that_break_groups_again_and_again_count_in_the_end_though_non
         told.form(A, B, *new)
         broken_with(told, A, B, *new)
         step_without(told, attempt + 1, *new)
-        told.now += 15.0
+        told.now += UNTRIED_S
     assert told.control.excluded_nodes(told.now) == {"n0", "n1"}
 
 
@@ -673,6 +746,63 @@ def test_a_group_that_cannot_do_without_its_newcomer_takes_it_and_is_given_up_in
     told(e.Broke(told.control.generation, "rank 2: it is broken"))
     told.join(A, B, NEW)
     assert "it is broken" in told.ask("m1", told.control.generation).given_up
+
+
+def bad_ones(told: Told) -> Iterator[tuple[int, str]]:
+    """In C's place, processes of the host `bad` are tried one after the other, of which each has an error of its own.
+    How many have been; why the run is given up, if it is."""
+    training(told, A, B, one(3, "c"))
+    told(e.Died((("c", 3),), 2, Cause.worker_died, "its node is gone"))
+    for number in range(1, 100):
+        bad = one(10 + number, "bad")
+        told.join(A, B, bad)
+        told.now += 3.0
+        answer = told.ask("m1", told.control.generation)
+        if answer.formation is None:
+            yield number, answer.given_up
+            return
+        told(e.Broke(told.control.generation, "rank 2: OutOfMemoryError", 2))
+        for _ in range(2):  # the bad one's first call may be made again
+            told.join(A, B, bad)
+            assert told.ask("m1", told.control.generation).wait_s > 0
+        assert told.ask(bad.id, told.control.generation) == Answer(unfit=True)
+        told(e.Died((("bad", bad.pid),), 2, Cause.worker_died, "it exited"))
+        told.now += 15.0
+        yield number, ""
+
+
+def test_a_host_that_alone_breaks_groups_which_none_may_be_without_is_found_and_another_one_takes_its_place() -> None:
+    """Three groups broke with the same process, and that ended the run."""
+    told = Told(quarantine_failures=3, min_workers=3, max_workers=3)
+    for number, given_up in bad_ones(told):
+        assert (given_up, told.control.ending) == ("", None)
+        found = [fields["host"] for fields in told.records("quarantine")]
+        assert found == (["bad"] if number == 3 else [])
+        if found:
+            break
+    told.join(A, B)
+    assert told.control.excluded_nodes(told.now - 15.0) == {"bad"}
+    assert told.control.excluded_nodes(told.now) == set(), "it may be tried again where no other place is found"
+    assert len(told.form(A, B, FIT).members) == 3
+    told.begin(["a", "b", "fit"], 1)
+    told.row(2)
+    assert told.control.ending is None
+
+
+def test_a_host_without_another_in_its_place_that_alone_breaks_all_groups_ends_the_run() -> None:
+    told = Told(quarantine_failures=3, min_workers=3, max_workers=3)
+    *_, (number, given_up) = bad_ones(told)
+    assert number == 1 + (MAX_FAILED_GENERATIONS - 1) * ERROR // LOSS + 1
+    assert "OutOfMemoryError" in given_up
+
+
+def test_a_newcomer_is_not_blamed_alone_for_an_error_that_one_of_the_others_has_too() -> None:
+    told = Told(min_workers=3, max_workers=3)
+    training(told, A, B, one(3, "c"))
+    told(e.Died((("c", 3),), 2, Cause.worker_died, "its node is gone"))
+    told.form(A, B, FIT)
+    assert broken_with(told, A, B, FIT, ranks=[2, 1]) == ["m1", "m2", "m4"]
+    assert told.records("unfit") == []
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 from regrow.control.commands import Form, Probe, Reply, TellOver
 from regrow.control.events import Asked, Closed, Done, Failed, Joined, KeeperUp, Leaving, Placed, StopAsked
 from regrow.control.losses import Losses, kill
-from regrow.control.membership import Formation
+from regrow.control.membership import Formation, Member
 from regrow.control.states import (
     Answer,
     Finished,
@@ -30,6 +30,7 @@ WAITING_POLL_S = 0.1  # while a group trains, at which workers that wait for a p
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 DRAINING_S = 60.0  # the same where nothing presses: no step is to be lost to maintenance
 BROKE_FIRST = "its first group broke before a step, and the others have done one without it"
+BROKE_ALONE = "its first group broke before a step by its error alone, and is to have another one in its place"
 ONE_OF_SEVERAL = "its first group broke before a step, by which host is not known: others are tried without this one"
 QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 
@@ -80,7 +81,7 @@ class Group(Losses):
     def join(self, event: Joined, now: float) -> None:
         """One that Ray Train has replaced is turned away: its node was cut off and is back, or Ray was mistaken."""
         member = event.member
-        if self._is_turned_away(member):
+        if self._is_turned_away(member) or member.id in self.expelled:
             return
         self.nodes.met(member)
         quarantined, exclusions = self.nodes.exclusions.quarantined(now), self.nodes.exclusions
@@ -126,7 +127,7 @@ class Group(Losses):
             return Answer(wait_s=WAITING_POLL_S)
         if formation is None or formation.generation <= event.after or not is_in or waits:
             if isinstance(self.state, LeavingGroup) and now < self.state.until and not last_snapshot_is_safe:
-                return Answer(wait_s=self._ask_again_s(event.member_id, FORM_POLL_S, now))
+                return Answer(wait_s=ask_again_s(self.membership.waiting, event.member_id, FORM_POLL_S, now))
             formation = self._form(now) if self._is_time_to_form(now) and not must_wait() else None
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
@@ -135,17 +136,7 @@ class Group(Losses):
         if event.member_id not in self.membership.waiting:
             return Answer(join_again=True)
         poll_s = WAITING_POLL_S if isinstance(self.state, Training) else FORM_POLL_S
-        return Answer(wait_s=self._ask_again_s(event.member_id, poll_s, now))
-
-    def _ask_again_s(self, member_id: str, least_s: float, now: float) -> float:
-        """In how long: each node has its own time in a round of all, so that some node asks soon, whatever the round
-        takes, and has the group formed."""
-        waiting = self.membership.waiting
-        round_s = len(waiting) / FORM_POLLS_PER_S
-        if member_id not in waiting or round_s <= least_s:
-            return least_s
-        turn = crc32(waiting[member_id].node.encode()) / 2**32
-        return least_s + (turn * round_s - now - least_s) % round_s
+        return Answer(wait_s=ask_again_s(self.membership.waiting, event.member_id, poll_s, now))
 
     def _is_time_to_form(self, now: float) -> bool:
         """Whether to look, which takes as long as there are workers: at once when all are there, else now and then."""
@@ -163,21 +154,14 @@ class Group(Losses):
         before = Formation(self.generation, membership.current)
         membership.avoided = self.nodes.excluded(now)
         if membership.is_breaking:
+            self._end_newcomers_to_blame(now)
             lost = len(membership.survivors) < len(membership.current)
             membership.held_back = set(self.first_steps.held_back(lost=lost))
             if missing := membership.missing:
                 self.out.append(Probe(tuple(missing)))
         self.arrivals.ready(now)
         formation = membership.form(now)
-        if membership.left_out:
-            self.first_steps.error = ""
-        for member in membership.left_out:
-            self.out.append(kill(member))  # Ray Train finds it dead, and fills its place
-            detail = f"{membership.patience_s:.0f} s without a word, ended"
-            ranks = [rank for rank in [before.rank_of(member.id)] if rank is not None]
-            self.failed(Cause.worker_hung, detail, ranks, [member.node], generation=before.generation)
-            self.nodes.failed(member.node, now, again=False)
-        membership.left_out.clear()
+        end_left_out(self, before, now)
         if formation is None:
             return None
         self._must_wait = True
@@ -192,10 +176,20 @@ class Group(Losses):
         self.enter(Forming(formation.generation), now)
         self.out.append(Form(formation.generation, formation.members))
         if apart := membership.without_unit:
-            nodes = ", ".join(dict.fromkeys(member.node[:12] for member in apart))
-            text = f"{len(apart)} of the workers of node {nodes} wait: parallel.tp={membership.unit} takes as "
-            self.out.record("note", text=text + "many of a node at a time")
+            self.out.record("note", text=apart_text(apart, membership.unit))
         return formation
+
+    def _end_newcomers_to_blame(self, now: float) -> None:
+        """Those without which no group is allowed, as one with the others alone would be formed first: others are
+        waited for in their places."""
+        membership = self.membership
+        is_lost = len(membership.survivors) < len(membership.current)
+        to_blame = frozenset[str]() if is_lost or membership.must_wait(now) else self.first_steps.newcomers_to_blame()
+        if to_blame and not membership.could_form_without(members=to_blame):
+            self.first_steps.counts_as_loss()
+            for member in [each for each in membership.current if each.id in to_blame]:
+                self.nodes.failed(member.node, now, again=False, is_spared=True)
+                self._expel(member, BROKE_ALONE, now, counts=False)
 
     def _tell_spares(self) -> None:
         """How many wait beside the group, where that has changed."""
@@ -221,7 +215,7 @@ class Group(Losses):
             self._tell_over()  # as the other one may have died before
         self.enter(state if lost is None and self.ending is None else Waiting(), now)
         if isinstance(state, Training):
-            self.first_steps.proven = frozenset(member.id for member in self.membership.current)
+            self._prove()
 
     def break_off(self, now: float) -> None:
         """The group is over, and nothing that it does counts any more."""
@@ -244,10 +238,21 @@ class Group(Losses):
 
     def stepped(self, step: int, now: float) -> None:
         """The newest group has done this step. Newcomers that the one before broke with, it seems, are not fit."""
-        for each, counts in self.first_steps.stepped(step, now).items():
-            if member := self.membership.waiting.get(each):
-                self._expel(member, BROKE_FIRST if counts else ONE_OF_SEVERAL, now, counts=counts)
+        if self.first_steps.new:  # none of them is why the group before broke
+            self.nodes.exclusions.untried_until.clear()
+        if not self.first_steps.proven:  # it may be a group of another coordinator's, and formed then
+            self._prove()
+        waiting = self.membership.waiting
+        unfit = self.first_steps.stepped(step, now)
+        going = {waiting[each]: counts for each, counts in unfit.items() if each in waiting}
+        self.nodes.leave_untried([member for member, counts in going.items() if not counts], now)
+        for member, counts in going.items():
+            self._expel(member, BROKE_FIRST if counts else ONE_OF_SEVERAL, now, counts=counts)
         self.membership.held_back.clear()
+
+    def _prove(self) -> None:
+        """The newest group's members have done a step together."""
+        self.first_steps.proven = frozenset(member.id for member in self.membership.current)
 
     def why_leave(self, now: float) -> str:
         """Why the group should leave in good order and form anew, or empty."""
@@ -280,3 +285,32 @@ class Group(Losses):
         here = {member.node for member in self.membership.survivors}
         for_maintenance = self.cause == Cause.drain and not here.isdisjoint(self.nodes.exclusions.asked)
         self.enter(LeavingGroup(event.step, now + (DRAINING_S if for_maintenance else LEAVING_S)), now)
+
+
+def ask_again_s(waiting: Mapping[str, Member], member_id: str, least_s: float, now: float) -> float:
+    """In how long: each node has its own time in a round of all, so that some node asks soon, whatever the round
+    takes, and has the group formed."""
+    round_s = len(waiting) / FORM_POLLS_PER_S
+    if member_id not in waiting or round_s <= least_s:
+        return least_s
+    turn = crc32(waiting[member_id].node.encode()) / 2**32
+    return least_s + (turn * round_s - now - least_s) % round_s
+
+
+def end_left_out(group: Group, before: Formation, now: float) -> None:
+    """Members of the group before that live, and have not come in time."""
+    membership = group.membership
+    if membership.left_out:
+        group.first_steps.error = ""
+    for member in membership.left_out:
+        group.out.append(kill(member))  # Ray Train finds it dead, and fills its place
+        detail = f"{membership.patience_s:.0f} s without a word, ended"
+        ranks = [rank for rank in [before.rank_of(member.id)] if rank is not None]
+        group.failed(Cause.worker_hung, detail, ranks, [member.node], generation=before.generation)
+        group.nodes.failed(member.node, now, again=False)
+    membership.left_out.clear()
+
+
+def apart_text(apart: Sequence[Member], unit: int) -> str:
+    nodes = ", ".join(dict.fromkeys(member.node[:12] for member in apart))
+    return f"{len(apart)} of the workers of node {nodes} wait: parallel.tp={unit} takes as many of a node at a time"

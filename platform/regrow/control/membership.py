@@ -224,7 +224,8 @@ class Membership:
             return False
         since = self._could_grow_at = now if self._could_grow_at is None else self._could_grow_at
         here = Counter(member.node for member in all_members.values())
-        still_starting = any(here[node] < count for node, count in self.placed.items())
+        placed = {node: count for node, count in self.placed.items() if node not in self.avoided}
+        still_starting = any(here[node] < count for node, count in placed.items())
         return not still_starting or now - since > self.announced_s
 
     @property
@@ -238,10 +239,11 @@ class Membership:
         rest = {member.id: member for member in self._welcome(self.waiting.values())}
         return len(staying) < len(self.survivors) and self._size((staying | rest).values()) > 0
 
-    def could_form_without(self, nodes: Collection[str]) -> bool:
+    def could_form_without(self, nodes: Collection[str] = (), members: Collection[str] = ()) -> bool:
         """Whether those that are left, and those that wait, would be enough for a group."""
         all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
-        return self._size(member for member in all_members.values() if member.node not in nodes) > 0
+        left = [each for each in all_members.values() if each.node not in nodes and each.id not in members]
+        return self._size(left) > 0
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""

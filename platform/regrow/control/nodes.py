@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from regrow.control.commands import Kill, Outbox
@@ -14,6 +14,7 @@ MARGIN_S = 10.0  # before a node is taken away, the group has left it: its last 
 MARGIN_STEPS = 4  # a row's answer is read by all ranks of a device three steps later; a row comes once a step
 OF_NODE = re.compile(r"node (was terminated|was marked dead|died|has died)", re.IGNORECASE)  # in Ray's words
 TOGETHER_S = 5.0  # processes of a host that fail within this fail for one reason
+UNTRIED_S = 600.0  # at most, since the last group of others broke: several more are to form and to do a step or break
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Exclusions:
     corrupt: set[str] = field(default_factory=set)  # hosts that computed wrong: better none than these
     asked: set[str] = field(default_factory=set)  # nodes that are drained for maintenance; see `control.drains`
     quarantined_until: dict[str, float] = field(default_factory=dict)  # by host
+    untried_until: dict[str, float] = field(default_factory=dict)  # by host, while others are tried without these
     _failed_at: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))  # by host
 
     def draining(self, deadlines: Mapping[str, float]) -> list[str]:
@@ -45,14 +47,22 @@ class Exclusions:
         if not self.failures or len(times) < self.failures:
             return False
         self.quarantined_until[host] = now + self.quarantine_s
+        self.untried_until.clear()
         times.clear()
         return True
+
+    def leave_untried(self, hosts: Collection[str], now: float) -> None:
+        """No group is to be on these until one with others has done a step, or a host is in quarantine."""
+        if hosts and self.failures:
+            until = now + min(UNTRIED_S, self.quarantine_s)
+            self.untried_until = dict.fromkeys([*self.untried_until, *hosts], until)
 
     def quarantined(self, now: float) -> set[str]:
         """Hosts that no group is to be on."""
         self.quarantined_until = {host: until for host, until in self.quarantined_until.items() if until > now}
+        self.untried_until = {host: until for host, until in self.untried_until.items() if until > now}
         self.corrupt &= self.quarantined_until.keys()
-        return set(self.quarantined_until)
+        return self.quarantined_until.keys() | self.untried_until.keys()
 
     def measured(self, step_s: float, restore_s: float) -> None:
         """What the group takes for a step, and took to restore: a notice is heeded some steps after it is given."""
@@ -155,8 +165,9 @@ class NodeFailures:
         for node in self.exclusions.draining(event.deadlines):
             self.out.record("drain", node=node, deadline=event.deadlines[node] - event.ahead_s)
 
-    def failed(self, node: str, now: float, *, again: bool = True) -> None:
-        """Not `again`: but for those that were counted in this generation, whose workers die one by one."""
+    def failed(self, node: str, now: float, *, again: bool = True, is_spared: bool = False) -> None:
+        """Not `again`: but for those that were counted in this generation, whose workers die one by one. `is_spared`: a
+        host in its place is waited for where the others are too few."""
         generation = self.membership.generation
         if not again and self._failed_in.get(node) == generation:
             return
@@ -165,7 +176,8 @@ class NodeFailures:
         host_of = self._hosts()
         host = host_of(node)
         others = [member for member in self.membership.survivors if host_of(member.node) != host]
-        if len(others) < min(self.membership.sizes) or not self.exclusions.failed(host, now):
+        is_needed = len(others) < min(self.membership.sizes) and not is_spared
+        if is_needed or not self.exclusions.failed(host, now):
             return
         self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s)
         for member in self._used():
@@ -176,6 +188,11 @@ class NodeFailures:
         """By which these members' failures are counted, by their ids."""
         host_of = self._hosts()
         return {member.id: host_of(member.node) for member in members}
+
+    def leave_untried(self, members: Iterable[Member], now: float) -> None:
+        """These are to end, for others are tried without their hosts, but for hosts of the group that trains."""
+        if hosts := set(self.hosts(members).values()):
+            self.exclusions.leave_untried(hosts.difference(self.hosts(self.membership.current).values()), now)
 
     def _used(self) -> list[Member]:
         return [*self.membership.survivors, *self.membership.waiting.values()]

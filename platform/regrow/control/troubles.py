@@ -83,7 +83,7 @@ class FirstSteps:
     _hosts: Mapping[str, str] = field(default_factory=dict)  # of those, and of `_held_back`
     _own: frozenset[str] = frozenset()  # of its members, those that had errors of their own
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
-    _to_blame: frozenset[str] = frozenset()  # of these, as `_newcomers_to_blame` said
+    _to_blame: frozenset[str] = frozenset()  # of these, as `newcomers_to_blame` said
     _unexplained: int = 0  # groups in a row that broke with newcomers of several hosts, none of which is to blame
     _start: int = 0  # the step from which the newest group began that did
     _step: int = 0  # the newest one that the newest group has done, if that is a later one
@@ -106,7 +106,7 @@ class FirstSteps:
         if self.error:
             self._erred()
         members = frozenset(hosts)
-        self._to_blame = (self._to_blame | self._newcomers_to_blame()) & held_back
+        self._to_blame = (self._to_blame | self.newcomers_to_blame()) & held_back
         self._hosts = {each: host for each, host in self._hosts.items() if each in held_back} | dict(hosts)
         self._own = frozenset()
         self.error, self._has_repeated, self._is_error, self._step = "", False, False, self._start
@@ -158,18 +158,18 @@ class FirstSteps:
         if cause == Cause.worker_failed or error:
             self._erred()
         self._is_error, self.error = self._is_error or cause == Cause.worker_failed, ""
-        if self._since is not None and self._counts == ERROR and cause in LOSSES and not self._is_error:
-            self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
+        if cause in LOSSES and not self._is_error:
+            self.counts_as_loss()
         return error
+
+    def counts_as_loss(self) -> None:
+        """The newest group, if it broke before a step: a host is why, and another one may take its place."""
+        if self._since is not None and self._counts == ERROR:
+            self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
     def cannot_go_on(self, error: str, *own: str) -> None:
         """A rank of the newest group, by this error; the member whose own that is, where it is one's own."""
         self.error, self._own = self.error or error, self._own | {*own}
-
-    def _newcomers_to_blame(self) -> frozenset[str]:
-        """All on hosts of ranks that had errors of their own; none where a rank that is no newcomer had one, too."""
-        hosts = {self._hosts[each] for each in self._own} if self._own <= self.new else set()
-        return frozenset(each for each in self.new if self._hosts[each] in hosts)
 
     def _unfit(self, without: frozenset[str]) -> dict[str, bool]:
         """Of those that broke groups which do without them: which are to end, and whether that counts as a failure of
@@ -202,6 +202,11 @@ class FirstSteps:
         self.proven, self.new = self._members, frozenset()
         return self._unfit(without)
 
+    def newcomers_to_blame(self) -> frozenset[str]:
+        """All on hosts of ranks that had errors of their own; none where a rank that is no newcomer had one, too."""
+        hosts = {self._hosts[each] for each in self._own} if self._own <= self.new else set()
+        return frozenset(each for each in self.new if self._hosts[each] in hosts)
+
     def held_back(self, *, lost: bool) -> frozenset[str]:
         """Those that a group in place of the newest one does without, if it can; `lost`: a member of that was."""
         if self._since is None or lost:
@@ -209,7 +214,7 @@ class FirstSteps:
         if not self.new:  # it broke without them, too
             return frozenset()
         is_first = not self._held_back  # a second one does without all of them: not each is tried
-        return self._held_back | ((is_first and self._newcomers_to_blame()) or self.new)
+        return self._held_back | ((is_first and self.newcomers_to_blame()) or self.new)
 
     @property
     def _pass(self) -> set[int]:
