@@ -571,6 +571,28 @@ def test_keepers_of_an_earlier_job_that_go_by_other_settings_are_told_of(
     made.shell.close()
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_keepers_are_not_ended_before_all_of_an_earlier_job_have_said_what_they_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Before, one that was late to answer was ended with the only copy of a step, as if all were in storage."""
+    monkeypatch.setattr(fleet, "ANSWER_S", 0.1)
+    soon, late = Keeper("soon"), Keeper("late")
+    answer: Future[KeeperInfo] = Future()
+    late.serve = lambda coordinator, secret: answer  # type: ignore[method-assign, assignment, return-value]
+    ended = list[str]()
+    keepers_found(monkeypatch, soon, late)
+    made = make(tmp_path)
+    monkeypatch.setattr(made.shell.fleet, "close", lambda: ended.append("keepers"))
+    made.adopt_keepers()
+    assert not made.shell.fleet.has_adopted
+    if dies:
+        answer.set_exception(ray.exceptions.ActorDiedError())
+        until(lambda: made.shell.fleet.has_adopted)  # its node is gone, and what it held: nothing to wait for
+    made.close(0, "interrupted", "", keep=True)
+    assert ended == ["keepers"] * dies
+
+
 def test_a_group_that_only_keepers_know_of_is_over_when_the_coordinator_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1293,6 +1315,52 @@ def test_a_signal_to_a_run_that_has_ended_does_not_cut_its_end_short(
     assert "finished 5 steps, loss 2.5000" in said(session)[-1]
     last = read_events(Storage.at(tmp_path))[-1]
     assert (last["event"], last["reason"]) == ("stopped", "finished")
+
+
+@pytest.mark.parametrize("place", ["stop_stream", "close", "last"])
+def test_a_run_that_has_failed_says_so_where_its_end_is_cut_short(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Before, its error, or that a step is in memory alone, came after its log's end and the report: "interrupted"."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    owner = {"stop_stream": driver, "close": Session, "last": Reporter}[place]
+    monkeypatch.setattr(owner, place, interrupted)
+    monkeypatch.setattr(Session, "_settle", lambda session: Settling(False, "no room", 7, ("node",)))
+    session.made.done()  # type: ignore[attr-defined]
+    with pytest.raises(RegrowError, match=r"step 7 is committed in memory and is not in storage \(no room\)"):
+        session.train()
+    assert said(session)[-1] == driver.LEFT
+
+
+@pytest.mark.parametrize("place", ["_settle", "_fit"])
+def test_a_run_that_was_given_up_says_why_where_it_is_left_at_once(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Before: "interrupted" alone."""
+
+    def interrupted(session: Session) -> None:
+        until(session._show)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, place, interrupted)
+    shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    (tmp_path / "checkpoints").write_text("no folder")
+    generation = session.made.ready()  # type: ignore[attr-defined]
+    session.coordinator.trouble.remote(generation, one(7, "node"), 1, "the corpus is not mounted")
+    with pytest.raises(RegrowError, match="the corpus is not mounted"):
+        session.train()
+    assert "step 5 is committed in memory and is not in storage" in said(session)[-1]
+
+
+def test_what_a_run_has_failed_by_is_shown_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "_settle", lambda session: Settling(False, "no room", 7, ("node",)))
+    session.made.done()  # type: ignore[attr-defined]
+    with pytest.raises(RegrowError, match="step 7 is committed in memory"):
+        session.train()
+    assert not [line for line in said(session) if "step 7" in line]
 
 
 def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: Session, tmp_path: Path) -> None:

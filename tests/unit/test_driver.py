@@ -16,6 +16,7 @@ import ray
 from ray import cloudpickle
 
 from regrow.accept.tiny import tiny_model
+from regrow.config.plain import to_yaml
 from regrow.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -32,13 +33,15 @@ from regrow.data.read.corpora import Corpora
 from regrow.data.read.manifest import Shard
 from regrow.errors import DataError, RegrowError
 from regrow.record import events
+from regrow.record.claim import Claim
 from regrow.record.lock import lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, read_events
 from regrow.record.run_folder import read_status
 from regrow.record.status import State
-from regrow.runtime import driver, shell
+from regrow.runtime import driver, ended, shell
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
+from regrow.runtime.ended import end_again
 from regrow.runtime.run_folder import Run
 from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
@@ -210,26 +213,40 @@ def started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[.
     return start
 
 
-def write_log(folder: Storage, *, ends: bool, note: str = "") -> float:
+def write_log(
+    folder: Storage,
+    *,
+    ends: bool,
+    note: str = "",
+    trained: int = 5,
+    stored: int = 5,
+    train: TrainConfig | None = None,
+    claim: Claim | None = None,
+    ago_s: float = 3600.0,
+    has_lock: bool = True,
+) -> float:
     """Of a job that trained five steps, an hour ago; when it was heard last."""
-    begun = time.time() - 3600.0
-    with RunLog(folder) as log:
+    begun = time.time() - ago_s - trained - 4.0
+    with RunLog(folder, claim=claim) as log:
         log.event(events.Submitted(time=begun, host=socket.gethostname(), pid=1))
         log.event(
             events.Generation(time=begun + 1.0, generation=1, world_size=1, start_step=0, cause="start", workers=[])
         )
         log.begin(1, 0)
-        for step in range(1, 6):
+        for step in range(1, trained + 1):
             fields = {"generation": 1, "step": step, "batch_digest": 1, "time": begun + 1.0 + step}
             log.row(dict.fromkeys(METRIC_KEYS, 0.1) | fields)
-        log.event(events.Trained(time=begun + 7.0, step=5))
-        log.event(events.Checkpoint(time=begun + 8.0, step=5, seconds=1.0, bytes=1))
+        if trained == stored:
+            log.event(events.Trained(time=begun + trained + 2.0, step=trained))
+        log.event(events.Checkpoint(time=begun + trained + 3.0, step=stored, seconds=1.0, bytes=1))
         if note:
-            log.event(events.Note(time=begun + 8.5, text=note))
+            log.event(events.Note(time=begun + trained + 3.5, text=note))
         if ends:
-            log.event(events.Stopped(time=begun + 9.0, step=5, reason="finished"))
-    (folder.local_path / ".lock").touch()
-    return begun + 8.0
+            log.event(events.Stopped(time=begun + trained + 4.0, step=trained, reason="finished"))
+    folder.write_bytes("config.yaml", to_yaml(PretrainConfig(train=train or TrainConfig(steps=5))).encode())
+    if has_lock:
+        (folder.local_path / ".lock").touch()
+    return begun + trained + 3.0
 
 
 def test_a_run_whose_driver_died_behind_its_last_commit_has_an_end_once_it_is_started_again(
@@ -262,6 +279,63 @@ def test_a_run_that_another_process_writes_is_left_to_it(
     assert held is not None
     held.close()
     assert read_events(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("trained", "stored", "again", "ago_s", "has_lock"),
+    [
+        (9, 6, TrainConfig(steps=10, stop_at_step=4), 3600.0, False),  # the same run, to stop earlier
+        (10, 10, TrainConfig(steps=10), 0.0, False),  # behind its last COMMIT, where there are no locks
+        (10, 10, TrainConfig(steps=10), 100.0, False),
+        (10, 10, TrainConfig(steps=10), 0.0, True),  # as its coordinator is started anew
+    ],
+)
+def test_a_job_that_may_live_is_left_alone(
+    tmp_path: Path, trained: int, stored: int, again: TrainConfig, ago_s: float, has_lock: bool
+) -> None:
+    """Before, the claim of a command with nothing to do ended it, with `stopped` in its log."""
+    folder = Storage.at(tmp_path)
+    claim = Claim.take(folder)
+    write_log(
+        folder,
+        ends=False,
+        trained=trained,
+        stored=stored,
+        train=TrainConfig(steps=10),
+        claim=claim,
+        ago_s=ago_s,
+        has_lock=has_lock,
+    )
+    before, told = read_events(folder), list[str]()
+    end_again(PretrainConfig(train=again), Run(folder, RUN_ID, stored), told.append)
+    assert (read_events(folder), told) == (before, [])
+    claim.check()
+
+
+@pytest.mark.parametrize(
+    ("trained", "train", "state"),
+    [
+        (9, TrainConfig(steps=20), State.gone),
+        (9, TrainConfig(steps=8), State.gone),  # rows past the last step: of another attempt
+        (8, TrainConfig(steps=20), State.gone),
+        (8, TrainConfig(steps=20, stop_at_step=8), State.stopped),
+        (8, TrainConfig(steps=8), State.finished),
+    ],
+)
+def test_the_end_that_a_dead_job_is_given_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: int, train: TrainConfig, state: State
+) -> None:
+    """Before, the command that a run was begun with recorded one that was extended, and crashed, as finished."""
+    monkeypatch.setattr(ended, "write_report", lambda *_: None)
+    folder = Storage.at(tmp_path)
+    write_log(folder, ends=False, trained=trained, stored=8, train=train)
+    end_again(PretrainConfig(train=TrainConfig(steps=5)), Run(folder, RUN_ID, 8), list[str]().append)
+    assert read_status(folder).state is state
+    assert [event["reason"] for event in read_events(folder) if event["event"] == "stopped"] == {
+        State.gone: [],
+        State.stopped: ["stop_at_step"],
+        State.finished: ["finished"],
+    }[state]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ POLL_S = 0.2
 INTERRUPTED = "interrupted"
 STOPPING = "stopping after this step with a checkpoint; once more to end at once"
 ENDING = "the run has ended, its log and its report are being written; once more to leave at once"
+LEFT = "left at once: the log's end and the last report may be missing"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
 UNBEGUN_S = 20.0  # for the log of a run that is interrupted before its workers start
 TELL_S = 5.0  # for the last checkpoint, before it is told of
@@ -129,6 +130,8 @@ def pretrain(config: PretrainConfig) -> None:
 
 class Session:
     """One attempt at a run, from its submission until its workers have left."""
+
+    given_up = ""  # why, once the coordinator has said so
 
     def __init__(
         self,
@@ -209,15 +212,15 @@ class Session:
                 written=self._reported,
                 tell=self.messages.put,
             )
+            fatal = ""
             try:
                 fatal, error = self._fit_until_over()
+                if error is not None and not fatal:
+                    fatal = f"Ray Train gave up: {last_line(error)}"
                 settling = self._settle()
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as left:
                 _tell_what_stays(self)
-                raise
-            stop_stream(self.stream)
-            if error is not None and not fatal:
-                fatal = f"Ray Train gave up: {last_line(error)}"
+                raise _cut_short(self, fatal or self.given_up, left) from None
             return self._end(reporter, fatal, settling)
 
     def _end(self, reporter: Reporter, fatal: str, settling: Settling) -> str:
@@ -232,19 +235,19 @@ class Session:
                 self.console.message(found)
             fatal = fatal or found
         try:
-            steps = committed_steps(self.run.folder / CHECKPOINTS)
-        except OSError as away:
-            steps, fatal = [], fatal or f"storage does not say which checkpoint is the newest: {first_line(away)}"
-        step = steps[0] if steps else None
-        if not asked and (step or 0) < (last := _last_step(self.config)):
-            fatal = fatal or settling.failure or f"the run ended at step {step or 0} of {last}, and nothing says why"
-        reason = _reason(self.config, step or 0, fatal)
-        if lost := self.close(step or 0, reason, fatal):
-            self.console.message(lost)
-        report = reporter.last()
+            stop_stream(self.stream)
+            step, problem = _newest_step(self, asked, settling)
+            fatal = fatal or problem
+            reason = _reason(self.config, step or 0, fatal)
+            if lost := self.close(step or 0, reason, fatal):
+                self.console.message(lost)
+            report = reporter.last()
+        except KeyboardInterrupt as left:
+            self.console.message(LEFT)
+            raise _cut_short(self, fatal, left) from None
         self._show_messages()
         if fatal:
-            raise RegrowError(f"{fatal} (logs: {self.connection.session_dir}/logs)")
+            raise _failure(self, fatal)
         loss = report["final_loss"] if report is not None else None
         self.console.message(_farewell(self.config, self.run, step, reason, loss))
         return reason
@@ -368,7 +371,8 @@ class Session:
                     self.console.num_spares = update.content["count"]
                 if update.content["event"] == "generation":
                     self.startup_s = update.content.get("startup_s")  # none of one that `Takeover.unseen` told of
-        return str(fatal)
+        self.given_up = str(fatal)
+        return self.given_up
 
     def _show_messages(self) -> None:
         while not self.messages.empty():
@@ -411,6 +415,27 @@ def _end_unbegun(session: Session, error: BaseException) -> None:
             console.message(lost)
         if missing := _missing(session.config, ray.get(session.coordinator.settling.remote(), timeout=ASK_S)):
             console.message(missing)
+
+
+def _newest_step(session: Session, asked: bool, settling: Settling) -> tuple[int | None, str]:
+    """The newest one that is in storage, if any, and how the run has failed, if none is that should be."""
+    try:
+        steps = committed_steps(session.run.folder / CHECKPOINTS)
+    except OSError as away:
+        return None, f"storage does not say which checkpoint is the newest: {first_line(away)}"
+    step = steps[0] if steps else None
+    if asked or (step or 0) >= (last := _last_step(session.config)):
+        return step, ""
+    return step, settling.failure or f"the run ended at step {step or 0} of {last}, and nothing says why"
+
+
+def _failure(session: Session, fatal: str) -> RegrowError:
+    return RegrowError(f"{fatal} (logs: {session.connection.session_dir}/logs)")
+
+
+def _cut_short(session: Session, fatal: str, left: KeyboardInterrupt) -> BaseException:
+    """What the end of a run that is left at once is told by: its own failure, if it has any."""
+    return _failure(session, fatal) if fatal else left
 
 
 def _tell_what_stays(session: Session) -> None:

@@ -4,6 +4,7 @@ A job whose driver dies behind its last COMMIT leaves a log without an end, and 
 still being deleted leaves some of them.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from regrow.config.schema import PretrainConfig
 from regrow.control.read_back import OLDER_STAY, StoredSteps
 from regrow.errors import RegrowError, first_line
 from regrow.record.claim import Claim
-from regrow.record.events import Note, Stopped
+from regrow.record.events import Note, Stopped, Submitted, from_row
 from regrow.record.lock import is_held, lock_run
 from regrow.record.log import RunLog, newest_row, positive, read_events
-from regrow.record.run_folder import CHECKPOINTS
+from regrow.record.run_folder import CHECKPOINTS, read_status
+from regrow.record.status import GONE_S, START_SILENCE_S, State, Status
 from regrow.runtime.run_folder import Run
 from regrow.show.report import write_report
 from regrow.state.disk.catalog import committed_steps, has_old, try_retain
@@ -29,16 +31,25 @@ def end_again(config: PretrainConfig, run: Run, tell: Callable[[str], object]) -
     """Of a run whose last step is committed: give the log its end, and the report, where the job before had not; and
     delete the old checkpoints that it was still deleting. What was done, or is left, is told.
 
-    Nothing is done to a run that another process writes.
+    Nothing is done to a run that another process writes, or that was heard of so lately that one may; nor to one whose
+    job ended half-way.
     """
     try:
-        if is_held(run.folder, None) or not _is_left(config, run, _newest_job(run.folder)):
+        events = _newest_job(run.folder)
+        if not events:
+            return
+        submitted = from_row(events[0])
+        held = is_held(run.folder, submitted if isinstance(submitted, Submitted) else None)
+        status = read_status(run.folder)
+        if held or _may_live(status, held) or not _is_left(config, run, events, status):
             return
         lock = lock_run(run.folder, tell)
         try:
-            claim, events = Claim.take(run.folder), _newest_job(run.folder)
+            if _newest_job(run.folder) != events:  # another job has come before this one
+                return
+            claim = Claim.take(run.folder)
             if _has_no_end(events):
-                _write_end(config, run, claim, events)
+                _write_end(config, run, claim, events, status)
                 tell("the job before this one ended without a word: the run's log and its report have their end now")
             if (apart := _apart(config, run, events)) is not None:
                 found = try_retain(run.folder / CHECKPOINTS, **_kept(config), apart=apart, run_id=run.run_id)
@@ -58,12 +69,19 @@ def _newest_job(folder: Storage) -> Events:
     return events[begins[-1] :] if begins else []
 
 
-def _is_left(config: PretrainConfig, run: Run, events: Events) -> bool:
+def _is_left(config: PretrainConfig, run: Run, events: Events, status: Status) -> bool:
     """Whether there is something to do, as far as a quick look tells."""
-    if _has_no_end(events):
-        return True
+    if _has_no_end(events):  # the config in the folder, which `status` is of, is that job's
+        return status.step == run.resumed_step == status.last_step
     apart = _apart(config, run, events)
     return apart is not None and has_old(run.folder / CHECKPOINTS, **_kept(config), apart=apart)
+
+
+def _may_live(status: Status, held: bool | None) -> bool:
+    """Whether the job before was heard of so lately that it, or the coordinator that it starts anew, may go on."""
+    silent_s = time.time() - (status.heard_at or 0.0)
+    may_do_something = not status.state.over and status.state is not State.silent
+    return may_do_something or silent_s <= (GONE_S if held is False else START_SILENCE_S)
 
 
 def _has_no_end(events: Events) -> bool:
@@ -74,11 +92,11 @@ def _kept(config: PretrainConfig) -> dict[str, int]:
     return {"keep": config.checkpoint.keep, "keep_every_steps": config.checkpoint.keep_every_steps}
 
 
-def _write_end(config: PretrainConfig, run: Run, claim: Claim, events: Events) -> None:
+def _write_end(config: PretrainConfig, run: Run, claim: Claim, events: Events, status: Status) -> None:
     """As of when the job was heard last: what came since is no time of the run. Raises OSError and Superseded."""
-    step = run.resumed_step or 0
+    step = status.step
     heard_at = max(positive(row.get("time")) for row in (*events, newest_row(run.folder) or {}))
-    reason = "finished" if step >= config.train.steps else "stop_at_step"
+    reason = "finished" if step == status.steps else "stop_at_step"
     with RunLog(run.folder, claim=claim) as log:
         log.event(Note(time=heard_at, text=UNREAD.format(step)))
         log.event(Stopped(time=heard_at, step=step, reason=reason))

@@ -57,8 +57,13 @@ class Fleet:
         self._unheard: dict[str, Any] = {}  # keepers by node that have not said yet what they hold
         self._pending: dict[Future[Any], Then] = {}
         self._has_late = False  # a keeper has answered late what it holds
-        self.has_adopted = False  # keepers of an earlier coordinator were looked for, and asked what they hold
+        self._has_looked = False  # for keepers of an earlier coordinator, and asked them what they hold
         self._connections = HeldConnections()
+
+    @property
+    def has_adopted(self) -> bool:
+        """Whether all keepers of an earlier coordinator have said what they hold, or are gone."""
+        return self._has_looked and not self._unheard
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
         """A node's keeper is up, or is up again."""
@@ -72,22 +77,22 @@ class Fleet:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed. Those that answer late
         are told of then."""
         self._unheard = running_keepers(self._run_id)
-        calls = {KeeperClient(handle).serve(me, self._secret): handle for handle in self._unheard.values()}
-        found: list[e.Event] = []
-        late = dict(calls)
-        for call, _ in _as_answered(calls):
-            handle = late.pop(call)
-            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
-                found.append(self.register(handle, call.result()))
+        late = {KeeperClient(handle).serve(me, self._secret): node for node, handle in self._unheard.items()}
+        handles, found = dict(self._unheard), list[e.Event]()
 
-        def then(answer: "Future[KeeperInfo]", handle: Any) -> e.Event | None:
-            if answer.exception() is not None:
-                return None
-            self._has_late = True
-            return self.register(handle, answer.result(), restarted=True)
+        def take(answer: "Future[KeeperInfo]", node: str, *, is_late: bool) -> e.Event | None:
+            if (error := answer.exception()) is None:
+                self._has_late |= is_late
+                return self.register(handles[node], answer.result(), restarted=is_late)
+            if isinstance(error, ray.exceptions.ActorDiedError):  # with what it held
+                self._unheard.pop(node, None)
+            return None
 
-        self._pending |= {call: partial(then, handle=handle) for call, handle in late.items()}
-        self.has_adopted = True
+        for call, _ in _as_answered(list(late)):
+            if (event := take(call, late.pop(call), is_late=False)) is not None:
+                found.append(event)
+        self._pending |= {call: partial(take, node=node, is_late=True) for call, node in late.items()}
+        self._has_looked = True
         return [*found, self._found()]
 
     def other_settings(self, mine: KeeperSettings) -> str:
