@@ -1292,7 +1292,7 @@ def test_a_run_that_is_stopped_as_storage_is_full_does_not_say_that_all_is_commi
     session.coordinator.event.remote(generation, "checkpoint_failed", failed)
     lose_the_worker(session)
     interrupt(session, 1)
-    with pytest.raises(RegrowError, match=r"step 9 was trained, .*: No space left on device"):
+    with pytest.raises(RegrowError, match=r"step 9 is neither .*: No space left on device"):
         session.train()
 
 
