@@ -288,19 +288,6 @@ def a_number_that_no_group_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(takeover.Takeover, "keepers_found", skipping)
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [ranks_of_a_group_that_broke_as_it_formed_forget_their_rows, a_number_that_no_group_has_is_left_out],
-    ids=lambda mistake: mistake.__name__,
-)
-def test_rows_that_are_thrown_away_are_found(
-    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mistake(monkeypatch)
-    with pytest.raises(Broken, match="are left out, and rank 0 could have them"):
-        all(play_without_storage(seed).done for seed in range(200))
-
-
 def test_rows_are_in_the_log_in_whatever_order_a_new_coordinator_gets_them() -> None:
     for seed in range(300):
         world = play_restarts(seed)
@@ -330,17 +317,30 @@ def rows_that_another_coordinator_asked_for_are_taken(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rows.Rows, "take", taken)
 
 
+LEFT_OUT = "are left out, and rank 0 could have them"
+OUT_OF_ORDER = rf"row of step .*, expected|{LEFT_OUT}"
+
+
 @pytest.mark.parametrize(
-    "mistake",
-    [rows_that_are_out_of_order_are_asked_for_once, rows_that_another_coordinator_asked_for_are_taken],
-    ids=lambda mistake: mistake.__name__,
+    ("mistake", "play", "seeds", "said"),
+    [
+        (ranks_of_a_group_that_broke_as_it_formed_forget_their_rows, play_without_storage, 200, LEFT_OUT),
+        (a_number_that_no_group_has_is_left_out, play_without_storage, 200, LEFT_OUT),
+        (rows_that_are_out_of_order_are_asked_for_once, play_restarts, 300, OUT_OF_ORDER),
+        (rows_that_another_coordinator_asked_for_are_taken, play_restarts, 300, OUT_OF_ORDER),
+    ],
+    ids=lambda each: each.__name__ if callable(each) else "",
 )
-def test_rows_that_are_out_of_order_and_lost_for_that_are_found(
-    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+def test_rows_that_are_thrown_away_are_found(
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    play: Callable[[int], Any],
+    seeds: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mistake(monkeypatch)
-    with pytest.raises(AssertionError, match=r"row of step .*, expected|are left out, and rank 0 could have them"):
-        all(play_restarts(seed).done for seed in range(300))
+    with pytest.raises(AssertionError if said == OUT_OF_ORDER else Broken, match=said):
+        all(play(seed).done for seed in range(seeds))
 
 
 def test_calls_that_are_made_again_to_the_next_coordinator_keep_the_promises() -> None:

@@ -997,7 +997,7 @@ def test_where_no_keeper_says_what_ranks_do_a_first_step_has_the_time_of_a_colle
 
 
 def test_what_keepers_say_first_is_heard_before_a_first_step_counts_as_overdue() -> None:
-    """With steps of 100 s nobody is asked for 200 s, and first steps took less than that."""
+    """With steps of 100 s no keeper is asked for 200 s, and first steps took less than that."""
     told = at_its_first_step(step_s=100.0)
     wait(told, 300.0, {"a": {"phase": Phase.callback}, "b": WAITS, "new": WAITS})
     assert told.of(c.Kill) == []

@@ -1,5 +1,5 @@
 """The coordinator's clock on another host, by which events are stamped, and rows of metrics stand between them; and the
-one by which its control tells who is late."""
+one by which its control tells which process is late."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class ControlClock:
     """Control's: unix time at the start, and steady from there.
 
     Between two ticks no more than STANDSTILL_S pass on it. A process that was stopped, or did not get to run, has taken
-    no call meanwhile: nobody is late for that.
+    no call meanwhile: no process is late for that.
     """
 
     def __init__(self, unix_s: float, steady: Callable[[], float] = time.monotonic) -> None:

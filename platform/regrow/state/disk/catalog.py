@@ -168,6 +168,10 @@ def problem_of(error: CheckpointError | OSError) -> str:
     return str(error)
 
 
+def _multiples(steps: Sequence[int], keep_every_steps: int) -> list[int]:
+    return [step for step in steps if keep_every_steps and step % keep_every_steps == 0]
+
+
 def is_kept(folder: Storage, step: int) -> bool:
     """Whether retention never deletes this step's checkpoint."""
     return folder.exists(f"{step_folder(step)}/{KEEP}")
@@ -189,8 +193,8 @@ def retain(
     """
     committed = _with_commit(folder)
     kept = _those(folder, committed, lambda step: is_kept(folder, step))
-    for step in committed:
-        if keep_every_steps and step % keep_every_steps == 0 and step not in kept:
+    for step in _multiples(committed, keep_every_steps):
+        if step not in kept:
             folder.write_bytes(f"{step_folder(step)}/{KEEP}", json.dumps({"multiple_of": keep_every_steps}).encode())
             kept.append(step)
     passed_over = set(sorted(kept)[:-keep])  # not looked at: there may be many of them
@@ -271,7 +275,7 @@ def has_old(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Con
     newest = [step for step in committed if step not in apart][:keep]
     if len(newest) < keep:
         return False
-    stay = {step for step in committed if keep_every_steps and step % keep_every_steps == 0}
+    stay = _multiples(committed, keep_every_steps)
     old = [step for step in _steps(folder) if step < newest[-1] and step not in apart and step not in stay]
     return any(not is_kept(folder, step) for step in old)
 
