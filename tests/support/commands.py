@@ -19,6 +19,7 @@ def call(job: str, *arguments: object, env: Mapping[str, str] | None = None) -> 
     with (
         mock.patch.object(sys, "argv", command),
         mock.patch.dict(os.environ, env or {}),
+        mock.patch.object(os, "_exit", sys.exit),  # a program ends so beside a call that it left behind, as tests do
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

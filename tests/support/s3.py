@@ -1,6 +1,7 @@
 """S3 servers on this machine, for tests of what uses object stores, and what goes wrong on the way there."""
 
 import http.client
+import itertools
 import logging
 import os
 import random
@@ -18,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-BUCKET = "regrow-tests"
+_servers = itertools.count()
 START_S = 60.0
 # `rclone serve s3` takes no upload that ends with a checksum, which SDKs of 2025 send, and ignores If-None-Match
 SETTINGS = {
@@ -62,9 +63,13 @@ class Faults:
 
 @contextmanager
 def s3_server(kind: str = "moto", faults: Faults | None = None) -> Iterator[str]:
-    """A server with one empty bucket, which this process and those it starts are told of; yields `s3://bucket`."""
+    """A server with one empty bucket, which this process and those it starts are told of; yields `s3://bucket`.
+
+    Each has a name of its own: all servers of moto in one process hold the same buckets.
+    """
     import boto3
 
+    bucket = f"regrow-tests-{next(_servers)}"
     with _moto() if kind == "moto" else _rclone() as address:
         proxy = None if faults is None else _Proxy(address, faults)
         host, port = address if proxy is None else proxy.server_address[:2]
@@ -79,8 +84,8 @@ def s3_server(kind: str = "moto", faults: Faults | None = None) -> Iterator[str]
         before = {key: os.environ.get(key) for key in settings}
         os.environ.update(settings)
         try:
-            boto3.client("s3").create_bucket(Bucket=BUCKET)
-            yield f"s3://{BUCKET}"
+            boto3.client("s3").create_bucket(Bucket=bucket)
+            yield f"s3://{bucket}"
         finally:
             for key, value in before.items():
                 os.environ.pop(key)

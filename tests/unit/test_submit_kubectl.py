@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from regrow.config.schema import SubmitJobConfig
+from regrow.deadline import within
 from regrow.errors import ClusterError, ConfigError
 from regrow.record.provenance import untracked
 from regrow.submit import kuberay
@@ -579,3 +581,14 @@ def test_a_mistake_ends_in_one_line(arguments: list[str], line: str, tmp_path: P
     assert done.stdout == ""
     assert done.stderr.startswith(line), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_command_called_in_the_tests_process_ends_alone_beside_a_call_that_an_earlier_one_left_behind() -> None:
+    """A program would end at once, by os._exit: so did the process of the tests."""
+    answer = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.01, answer.wait)
+    done = commands.call("submit", "submit.backend=ray", "submit.action=diff")
+    answer.set()
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: submit.action=diff compares with Kubernetes")
