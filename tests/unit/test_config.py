@@ -747,8 +747,11 @@ def test_a_damaged_configuration_of_a_run_says_so(tmp_path: Path, content: bytes
         load_run_config(tmp_path)
 
 
-def test_where_groups_cannot_change_in_place_the_rest_is_checked_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_groups_cannot_change_in_place_the_rest_is_checked_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ray.__version__", "2.61.0")
+    monkeypatch.chdir(tmp_path)  # the checkout may have a run of this name
     sizes = ["cluster.max_workers=9", "cluster.min_workers=4", "optim.num_slices=8", "optim.global_batch_seqs=8"]
     config, _ = settled(pretrain_config(["+cluster=h200x8", *sizes]))
     check(config)

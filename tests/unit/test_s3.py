@@ -255,7 +255,7 @@ def test_credentials_that_a_file_has_anew_are_taken_once_the_old_ones_have_ended
         give("OLD")
         patch.setattr(storage_module, "OPEN_ANEW_S", math.inf)
         run = Storage.at(uri) / "run"
-        assert run.list() == []  # other tests' servers in this process may have run on
+        assert run.list() == []  # the buckets of other tests are in this process too
         run.retry_s = 120.0  # a client that is made anew may take seconds beside other work
         log = run / "log"
         run.write_bytes("a", b"old")
