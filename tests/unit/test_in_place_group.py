@@ -12,7 +12,14 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
 from ray.train import ControllerError, FailureConfig, WorkerGroupError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
@@ -318,6 +325,52 @@ def test_what_keeps_workers_from_starting_is_told_once_and_tried_less_and_less(
     until(lambda: len(tries) > num_tries)  # at once: that one has not failed yet
     group.poll()
     assert len(group.notes) == 2
+
+
+class Actor:
+    """Whose making takes as long as is said: None is for good."""
+
+    def __init__(self, takes_s: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.takes_s, self.waited_s, self.killed = takes_s, 0.0, False
+        self.get_metadata = SimpleNamespace(remote=lambda: self)
+        for name in ("wait", "get", "kill"):
+            monkeypatch.setattr(late_starts.ray, name, getattr(self, name))
+
+    def wait(self, asked: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        self.waited_s += timeout
+        return (asked, []) if self.takes_s is not None and self.takes_s <= self.waited_s else ([], asked)
+
+    def get(self, asked: Any, *, timeout: float) -> str:
+        if not self.wait([asked], timeout=timeout)[0]:
+            raise GetTimeoutError("Get timed out: some object(s) not ready.")
+        return "metadata"
+
+    def kill(self, actor: Any) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize(("takes_s", "late"), [(299.0, False), (800.0, True)])
+def test_a_worker_whose_actor_is_late_is_told_of(takes_s: float, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    assert late_starts.metadata_of(Actor(takes_s, monkeypatch), lambda: "n" * 40, said.append) == "metadata"
+    hint = "an import, a mount or its runtime_env may hang there"
+    assert said == [f"a worker was started on node {'n' * 12} 300 s ago, and has no actor yet: {hint}"] * late
+
+
+def test_a_worker_whose_actor_is_never_made_is_ended_and_its_start_was_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train waits for it for good: so did the place, and the first group of a run."""
+    actor = Actor(None, monkeypatch)
+    with pytest.raises(
+        WorkerGroupStartupFailedError, match="a worker on node node-4 had no actor within 900 s: an imp"
+    ):
+        late_starts.metadata_of(actor, lambda: "node-4", lambda text: None)
+    assert (actor.killed, actor.waited_s) == (True, late_starts.ACTOR_S)
+
+
+def test_many_actors_that_are_late_are_one_line(group: Group) -> None:
+    for node in range(2):
+        group._note_once(f"a worker was started on node {node}", about="an actor that is late")
+    assert group.notes == [("note", {"text": "a worker was started on node 0"})]
 
 
 def test_a_worker_that_cannot_start_as_the_run_ends_is_not_told_of(group: Group) -> None:

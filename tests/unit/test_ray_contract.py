@@ -52,6 +52,13 @@ def test_every_method_that_is_overridden_is_there_with_its_parameters() -> None:
         "world_size",
         "replica_group_size",
     ]
+    assert parameters(WorkerGroup._get_worker_runtime_env) == ["custom_runtime_env"]
+    assert parameters(WorkerGroup._assign_worker_ranks) == [
+        "workers",
+        "starting_world_rank",
+        "world_size",
+        "replica_group_size",
+    ]
     assert parameters(WorkerGroup._poll_workers_and_collect_errors) == ["timeout"]
     assert parameters(WorkerGroup._init_train_context)[:2] == ["workers", "sync_actor"]
     assert parameters(DataParallelTrainer._create_default_callbacks) == []
@@ -66,6 +73,7 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
     from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
     from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
     from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
+    from ray.train.v2._internal.execution.worker_group.worker import Worker
     from ray.train.v2.api import data_parallel_trainer
 
     source = inspect.getsource(WorkerGroup)
@@ -76,6 +84,7 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
         "_worker_group_context",
         "_replica_groups",
         "_train_run_context",
+        "_worker_cls",
     ):
         assert re.search(rf"self\.{name}\b", source), name
     for ours in (
@@ -103,6 +112,8 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
     assert {"running", "error", "training_report"} <= {f.name for f in dataclasses.fields(WorkerStatus)}
     error = RuntimeError("what a train function raised")
     assert UserExceptionWithTraceback(error, "")._base_exc is error
+    assert [f.name for f in dataclasses.fields(Worker)][:3] == ["actor", "metadata", "resources"]
+    assert "placement_group_bundle_index" in {f.name for f in dataclasses.fields(Worker)}
     assert parameters(ReplicaGroup)[:2] == ["workers", "resources_per_worker"]
     assert callable(state.get_draining_nodes)
     assert callable(WorkerGroup.has_started)

@@ -1,18 +1,41 @@
-"""Workers that were started long ago: the coordinator says of which it has heard, and which are to end.
+"""Workers that were started long ago: what hangs before its actor is made, and what the coordinator has not heard of.
 
 One that hangs before it joins answers Ray Train, which runs its train function in another thread.
 """
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 
 from regrow.runtime.calls import CoordinatorClient
 
 LATELY_S = 300.0  # that a worker may take from its start to the moment at which it joins
+ACTOR_S = 900.0  # for its actor to be made: of these Ray may take 600 s for what `ray.runtime_env` has to install
+
+
+def metadata_of(actor: Any, node: Callable[[], str], tell: Callable[[str], None]) -> Any:
+    """What Ray Train keeps of a worker that was started just now (its `ActorMetadata`), once the actor is made.
+
+    `tell` is given a line on one that is late. One that fails is killed; raises what it failed with, or
+    WorkerGroupStartupFailedError where it is not made within ACTOR_S: Ray would wait for good.
+    """
+    asked, hint = actor.get_metadata.remote(), "an import, a mount or its runtime_env may hang there"
+    try:
+        if not ray.wait([asked], timeout=LATELY_S)[0]:
+            tell(f"a worker was started on node {node()[:12]} {LATELY_S:.0f} s ago, and has no actor yet: {hint}")
+        return ray.get(asked, timeout=ACTOR_S - LATELY_S)
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            ray.kill(actor)
+        if isinstance(error, GetTimeoutError):
+            said = f"a worker on node {node()[:12]} had no actor within {ACTOR_S:.0f} s: {hint}"
+            raise WorkerGroupStartupFailedError(said) from None
+        raise
 
 
 class LateStarts:

@@ -6,6 +6,7 @@ group of its own to Ray Train (torchft's mode), so that it has no opinion on wha
 """
 
 import contextlib
+import functools
 import math
 import secrets
 import threading
@@ -33,9 +34,12 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.execution.worker_group.worker import Worker
+from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.config.spares import most_workers
@@ -44,7 +48,7 @@ from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.cluster import POLLS_PER_S, room_for
-from regrow.runtime.late_starts import LATELY_S, LateStarts
+from regrow.runtime.late_starts import LATELY_S, LateStarts, metadata_of
 
 MOST_LOOK_S = 1.0  # between Ray Train's polls, in which workers are asked, at POLLS_PER_S, and all else is looked after
 LOOK_S = 0.5  # between looks for room
@@ -169,6 +173,10 @@ class Places(PlacementGroupHandle):
             by_group.setdefault(place // self.unit, []).append(place)
         nodes = {number: self._usable_node(number, usable) for number in by_group}
         return {place: nodes[number] for number, of_group in by_group.items() if nodes[number] for place in of_group}
+
+    def node_of(self, place: int) -> str:
+        """Where a worker in this place is, or is to be."""
+        return str(ray.util.placement_group_table(self.groups[place // self.unit])["bundles_to_node_id"].get(0) or "")
 
     def _usable_node(self, number: int, usable: set[str]) -> str:
         """A group's node; empty where it has none yet, or asks for another one from here on."""
@@ -325,16 +333,18 @@ class InPlaceGroup(WorkerGroup):
             return list(starting.map(lambda place: self._worker_for(place, placement_group), range(num_workers)))
 
     def _worker_for(self, place: int, places: Places) -> Any:
-        (worker,) = super()._create_workers(
-            1,
-            places.groups[place // places.unit],
-            places.bundle,
-            placement_group_bundle_indices=[place % places.unit],
-            starting_world_rank=place,
-            world_size=max(place + 1, self._worker_group_context.num_workers),
-            replica_group_size=1,
-        )
-        return worker
+        """As `WorkerGroup._create_workers` would make it, which waits for its actor for good."""
+        group, bundle = places.groups[place // places.unit], place % places.unit
+        worker_class: Any = ray.remote(
+            runtime_env=self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {}),
+            **bundle_to_remote_args(places.bundle),
+        )(self._worker_cls)
+        actor = worker_class.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+        tell = functools.partial(self._note_once, about="an actor that is late")  # for one reason there may be many
+        metadata = metadata_of(actor, lambda: places.node_of(place), tell)
+        worker = Worker(actor, metadata, places.bundle, placement_group_bundle_index=bundle)
+        world_size = max(place + 1, self._worker_group_context.num_workers)
+        return self._assign_worker_ranks([worker], place, world_size, replica_group_size=1)[0]
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
         """Ask all workers, or none where it is not their turn: what else is looked after does not wait for that."""
@@ -494,8 +504,12 @@ class InPlaceGroup(WorkerGroup):
         if place in self.empty:
             self.empty[place] = now
         text = f"no worker starts on node {node[:12]}: {last_line(error)}"
-        if text not in self._told_of and self.has_started():  # else the run has ended meanwhile
-            self._told_of.add(text)
+        if self.has_started():  # else the run has ended meanwhile
+            self._note_once(text)
+
+    def _note_once(self, text: str, *, about: str = "") -> None:
+        if (about or text) not in self._told_of:
+            self._told_of.add(about or text)
             self._coordinator.note("note", {"text": text})
 
 
