@@ -174,9 +174,16 @@ class Places(PlacementGroupHandle):
         nodes = {number: self._usable_node(number, usable) for number in by_group}
         return {place: nodes[number] for number, of_group in by_group.items() if nodes[number] for place in of_group}
 
-    def node_of(self, place: int) -> str:
-        """Where a worker in this place is, or is to be."""
-        return str(ray.util.placement_group_table(self.groups[place // self.unit])["bundles_to_node_id"].get(0) or "")
+    def worker(self, place: int, of: type, runtime_env: Any, tell: Callable[[str], None]) -> Worker:
+        """Start a worker in this place, as `WorkerGroup._create_workers` does, which waits for its actor for good."""
+        group, bundle = self.groups[place // self.unit], place % self.unit
+        remote: Any = ray.remote(runtime_env=runtime_env, **bundle_to_remote_args(self.bundle))(of)
+        actor = remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+
+        def node() -> str:
+            return str(ray.util.placement_group_table(group)["bundles_to_node_id"].get(0) or "")
+
+        return Worker(actor, metadata_of(actor, node, tell), self.bundle, placement_group_bundle_index=bundle)
 
     def _usable_node(self, number: int, usable: set[str]) -> str:
         """A group's node; empty where it has none yet, or asks for another one from here on."""
@@ -333,16 +340,9 @@ class InPlaceGroup(WorkerGroup):
             return list(starting.map(lambda place: self._worker_for(place, placement_group), range(num_workers)))
 
     def _worker_for(self, place: int, places: Places) -> Any:
-        """As `WorkerGroup._create_workers` would make it, which waits for its actor for good."""
-        group, bundle = places.groups[place // places.unit], place % places.unit
-        worker_class: Any = ray.remote(
-            runtime_env=self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {}),
-            **bundle_to_remote_args(places.bundle),
-        )(self._worker_cls)
-        actor = worker_class.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+        runtime_env = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {})
         tell = functools.partial(self._note_once, about="an actor that is late")  # for one reason there may be many
-        metadata = metadata_of(actor, lambda: places.node_of(place), tell)
-        worker = Worker(actor, metadata, places.bundle, placement_group_bundle_index=bundle)
+        worker = places.worker(place, self._worker_cls, runtime_env, tell)
         world_size = max(place + 1, self._worker_group_context.num_workers)
         return self._assign_worker_ranks([worker], place, world_size, replica_group_size=1)[0]
 
