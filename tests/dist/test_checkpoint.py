@@ -249,6 +249,25 @@ def test_a_failed_write_on_one_rank_is_an_error_on_all_and_commits_nothing(tmp_p
     messages = run_ranks(fail_on_one_rank, 3, str(tmp_path))
     assert all("was not written: NotADirectoryError" in message for message in messages), messages
     assert catalog.committed_steps(Storage.at(tmp_path)) == []
+    assert list(tmp_path.rglob("*.safetensors")) == [], "the others' parts would fill the disk, try after try"
+
+
+def test_what_was_written_goes_where_no_commit_can_name_it_and_stays_where_one_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a last step that was tried every five seconds for half an hour, each try left a file behind."""
+
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_index", fails)
+        with pytest.raises(NotWrittenError, match="not committed: OSError"):
+            save_alone(tmp_path, 5)
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    with pytest.raises(NotWrittenError, match="not committed: OSError"):  # its answer alone may be lost
+        store.save(Storage.at(tmp_path), alone(), scalars={"step": 5}, run_id=RUN, generation=1, commit=fails)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
 def save_under_one_name(folder: str) -> str:

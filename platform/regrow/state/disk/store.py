@@ -3,6 +3,7 @@
 A file name is never written twice, so that neither a zombie nor an earlier attempt can change what a COMMIT points to.
 """
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -71,6 +72,7 @@ def save(
             )
         )
     if problems:
+        _delete(target, written)
         raise next((each for each in problems if not isinstance(each, NotWrittenError)), problems[0])
 
     index = Index(
@@ -86,13 +88,18 @@ def save(
             "written_at": time.time(),
         },
     )
-    problem = None
+    problem, begun = None, False
     if rank() == 0:
         try:
-            _publish(target, index, commit)
+            pointer = write_index(target, index, PackedFiles.of({"": index.files}))
+            begun = True
+            _commit(target, index.step, pointer, commit)
         except Exception as error:
             problem = _failed(f"checkpoint of step {step} at {target} was not committed", error)
-    if problem := from_rank_0(problem):
+    problem, begun = from_rank_0((problem, begun))
+    if problem:
+        if not begun:  # else COMMIT may be there, or come
+            _delete(target, written)
         raise problem
     return index
 
@@ -119,7 +126,7 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: Mappi
         files=tuple(files),
         information={"written_at": time.time()},
     )
-    _publish(target, index, None)
+    _commit(target, step, write_index(target, index, PackedFiles.of({"": index.files})), None)
     return index
 
 
@@ -241,13 +248,19 @@ def _write_file(
     return write_parts(target, name, parts, boxes, memory, run_id=run_id, generation=generation, step=step)
 
 
-def _publish(target: Storage, index: Index, commit: Commit | None) -> None:
-    """Write the index, then COMMIT: from here on there is a checkpoint."""
-    pointer = write_index(target, index, PackedFiles.of({"": index.files}))
+def _commit(target: Storage, step: int, pointer: bytes, commit: Commit | None) -> None:
+    """From here on there is a checkpoint."""
     if commit is None:
         target.write_bytes(COMMIT, pointer)
     else:
-        commit(step_folder(index.step), pointer)
+        commit(step_folder(step), pointer)
+
+
+def _delete(target: Storage, written: Mapping[str, Any] | CheckpointError | None) -> None:
+    """What this rank wrote for a checkpoint that is none: tried again on a full disk, they would add up."""
+    if isinstance(written, Mapping):
+        with contextlib.suppress(OSError):
+            target.delete(DataFile.of_plain(written).name)
 
 
 def _failed(what: str, error: Exception) -> CheckpointError:
