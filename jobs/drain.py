@@ -2,7 +2,7 @@
 
 The group leaves a node at a step's end, with a committed snapshot, and goes on with a spare where one is ready. The
 next node is asked for once the group is whole again, or no more workers come. A node stays out of service until
-`--undrain`; with `--each COMMAND` it is back once that has ended.
+`--undrain`; with `--each COMMAND` it is back once that has ended with 0.
 """
 
 import argparse
