@@ -796,6 +796,22 @@ def test_a_host_without_another_in_its_place_that_alone_breaks_all_groups_ends_t
     assert "OutOfMemoryError" in given_up
 
 
+def test_newcomers_that_err_and_then_hang_are_ended_where_no_group_may_be_without_them() -> None:
+    """They were unfit, and did not hear of it: their places stayed theirs, and the run ended for too few workers."""
+    told = Told(quarantine_failures=3, min_workers=4, max_workers=4)
+    training(told, A, B, one(3, "c"), one(4, "c"))
+    told(e.Died((("c", 3), ("c", 4)), 2, Cause.worker_died, "its node is gone"))
+    told.form(A, B, *newcomers(11, "bad", "bad"))
+    told(e.Broke(told.control.generation, "rank 2: OutOfMemoryError", 2))
+    told.clear()
+    told.join(A, B)
+    told.now += told.control.group.membership.patience_s
+    assert told.ask("m1", told.control.generation).wait_s > 0
+    assert told.of(c.Kill) == [c.Kill("bad", 11), c.Kill("bad", 12)]
+    told(e.Died((("bad", 11), ("bad", 12)), 2, Cause.worker_died, "they were killed"))
+    assert len(told.form(A, B, *newcomers(21, "fit", "fit")).members) == 4
+
+
 def test_a_newcomer_is_not_blamed_alone_for_an_error_that_one_of_the_others_has_too() -> None:
     told = Told(min_workers=3, max_workers=3)
     training(told, A, B, one(3, "c"))

@@ -187,6 +187,7 @@ class Group(Losses):
         to_blame = frozenset[str]() if is_lost or membership.must_wait(now) else self.first_steps.newcomers_to_blame()
         if to_blame and not membership.could_form_without(members=to_blame):
             self.first_steps.counts_as_loss()
+            self.out.extend(kill(each) for each in membership.missing if each.id in to_blame)  # it asks no more
             for member in [each for each in membership.current if each.id in to_blame]:
                 self.nodes.failed(member.node, now, again=False, is_spared=True)
                 self._expel(member, BROKE_ALONE, now, counts=False)
