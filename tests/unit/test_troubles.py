@@ -812,6 +812,38 @@ def test_newcomers_that_err_and_then_hang_are_ended_where_no_group_may_be_withou
     assert len(told.form(A, B, *newcomers(21, "fit", "fit")).members) == 4
 
 
+def test_a_bad_host_of_eight_ranks_interrupts_training_once() -> None:
+    """Each of its processes counted, and the time between failures that checkpoints go by fell to a tenth."""
+    told = Told(quarantine_failures=3, min_workers=16, max_workers=16)
+    fine, bad = newcomers(100, *"a" * 8), newcomers(300, *["bad"] * 8)
+    training(told, *fine, *newcomers(200, *"b" * 8))
+    told(e.Died(tuple(("b", 200 + gpu) for gpu in range(8)), 8, Cause.worker_died, "its node is gone"))
+    told.form(*fine, *bad)
+    told(e.Broke(told.control.generation, "rank 8: OutOfMemoryError", 8))
+    told.clear()
+    told.join(*fine, *bad)
+    assert told.ask(fine[0].id, told.control.generation).wait_s > 0
+    assert told.ask(bad[0].id, told.control.generation) == Answer(unfit=True)
+    assert [each["pid"] for each in told.records("unfit")] == [each.pid for each in bad]
+    assert [each["ranks"] for each in told.records("failure")] == [list(range(8, 16))]
+    assert told.control.group.num_failures == 2
+
+
+def test_ranks_that_have_troubles_of_their_own_at_once_interrupt_training_once() -> None:
+    told = Told()
+    group = training(told, A, B, NEW, FIT)
+    told.clear()
+    trouble(told, NEW, "no room")
+    trouble(told, FIT, "no corpus")
+    told.join(A, B)
+    told()
+    (failure,) = told.records("failure")
+    assert (failure["ranks"], failure["detail"]) == ([2, 3], "no room; no corpus")
+    assert [each["detail"] for each in told.records("unfit")] == ["no room", "no corpus"]
+    assert told.control.group.num_failures == 1
+    assert told.ask("m1", group).formation is not None
+
+
 def test_a_newcomer_is_not_blamed_alone_for_an_error_that_one_of_the_others_has_too() -> None:
     told = Told(min_workers=3, max_workers=3)
     training(told, A, B, one(3, "c"))

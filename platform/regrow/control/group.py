@@ -165,7 +165,7 @@ class Group(Losses):
         if formation is None:
             return None
         self._must_wait = True
-        self._tell_spares()
+        tell_spares(self)
         if error := self.first_steps.error:
             self.failed(Cause.worker_failed, error, [], generation=before.generation)
         hosts = self.nodes.hosts(formation.members)
@@ -188,16 +188,10 @@ class Group(Losses):
         if to_blame and not membership.could_form_without(members=to_blame):
             self.first_steps.counts_as_loss()
             self.out.extend(kill(each) for each in membership.missing if each.id in to_blame)  # it asks no more
-            for member in [each for each in membership.current if each.id in to_blame]:
-                self.nodes.failed(member.node, now, again=False, is_spared=True)
-                self._expel(member, BROKE_ALONE, now, counts=False)
-
-    def _tell_spares(self) -> None:
-        """How many wait beside the group, where that has changed."""
-        nodes = dict(Counter(member.node for member in self.membership.spares))
-        if nodes != self.told_spares:
-            self.told_spares = nodes
-            self.out.record("spares", count=sum(nodes.values()), nodes=nodes, generation=self.generation)
+            members = [each for each in membership.current if each.id in to_blame]
+            for node in dict.fromkeys(each.node for each in members):
+                self.nodes.failed(node, now, again=False, is_spared=True)
+            self._expel(dict.fromkeys(members, BROKE_ALONE), now, counts=False)
 
     # a group trains, and leaves
 
@@ -248,7 +242,7 @@ class Group(Losses):
         going = {waiting[each]: counts for each, counts in unfit.items() if each in waiting}
         self.nodes.leave_untried([member for member, counts in going.items() if not counts], now)
         for member, counts in going.items():
-            self._expel(member, BROKE_FIRST if counts else ONE_OF_SEVERAL, now, counts=counts)
+            self._expel({member: BROKE_FIRST if counts else ONE_OF_SEVERAL}, now, counts=counts)
         self.membership.held_back.clear()
 
     def _prove(self) -> None:
@@ -264,7 +258,7 @@ class Group(Losses):
             reason = Cause.drain
         elif self.membership.wants_to_grow(now):
             reason = Cause.grow
-        self._tell_spares()
+        tell_spares(self)
         if reason and isinstance(self.state, Training):
             self.state = replace(self.state, asked_to_leave=reason)
         return reason
@@ -296,6 +290,14 @@ def ask_again_s(waiting: Mapping[str, Member], member_id: str, least_s: float, n
         return least_s
     turn = crc32(waiting[member_id].node.encode()) / 2**32
     return least_s + (turn * round_s - now - least_s) % round_s
+
+
+def tell_spares(group: Group) -> None:
+    """How many wait beside the group, where that has changed."""
+    nodes = dict(Counter(member.node for member in group.membership.spares))
+    if nodes != group.told_spares:
+        group.told_spares = nodes
+        group.out.record("spares", count=sum(nodes.values()), nodes=nodes, generation=group.generation)
 
 
 def end_left_out(group: Group, before: Formation, now: float) -> None:

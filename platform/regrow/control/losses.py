@@ -1,6 +1,6 @@
 """What is done about processes that are lost, that hang, or that have trouble of their own. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from regrow.control.arrivals import Arrivals, kind_of
@@ -172,7 +172,7 @@ class Losses:
     def tick(self, now: float) -> None:
         self._judge(now)
         if isinstance(self.state, Training):
-            self._end_drained()
+            end_drained(self)
         overdue = self.first_steps.overdue(now) if isinstance(self.state, Forming | Training) else frozenset()
         if late := [member for member in self.membership.survivors if member.id in overdue]:
             self.out.extend(kill(member) for member in late)
@@ -220,20 +220,23 @@ class Losses:
                 self.give_up(message)
             for each in own:
                 del self.troubles.told[each.member.id]
-                self._expel(each.member, each.message, now)
+            self._expel({each.member: each.message for each in own}, now)
 
-    def _expel(self, member: Member, why: str, now: float, *, counts: bool = True) -> None:
-        """The process ends once it hears of it; it is started anew, elsewhere if that `counts` again and again."""
+    def _expel(self, why: Mapping[Member, str], now: float, *, counts: bool = True) -> None:
+        """These processes end once they hear of it; they are started anew, elsewhere if that `counts` again and again.
+        Those of a group break it once."""
         membership = self.membership
-        self.expelled.add(member.id)
-        membership.turn_away(member.id)
-        if not membership.current:
-            membership.expected = max(1, membership.expected - 1)
-        self.nodes.unfit(Unfit(member.node, member.pid, why), now, counts=counts)
-        if self.in_place and member in membership.current:
-            self._lose([member.id], Cause.worker_failed, why, now)
-        elif member in membership.current:  # Ray Train finds it dead
-            self.troubles.own = self.troubles.own or why
+        for member, detail in why.items():
+            self.expelled.add(member.id)
+            membership.turn_away(member.id)
+            if not membership.current:
+                membership.expected = max(1, membership.expected - 1)
+            self.nodes.unfit(Unfit(member.node, member.pid, detail), now, counts=counts)
+        inside = {member.id: detail for member, detail in why.items() if member in membership.current}
+        if inside and self.in_place:
+            self._lose(inside, Cause.worker_failed, "; ".join(dict.fromkeys(inside.values())), now)
+        elif inside:  # Ray Train finds them dead
+            self.troubles.own = self.troubles.own or next(iter(inside.values()))
             self.first_steps.broke(Cause.worker_failed, {each.id for each in membership.survivors})
 
     def expel_corrupt(self, found: Finding, detail: str, now: float) -> None:
@@ -245,13 +248,6 @@ class Losses:
             self.membership.turn_away(member.id)
             self.out.append(kill(member))
         self._lose(going, Cause.corrupted, detail, now, counts=False)
-
-    def _end_drained(self) -> None:
-        """A group trains: what waits on nodes that are out of service ends, and is started elsewhere, given room."""
-        for member in [each for each in self.membership.waiting.values() if each.node in self.nodes.exclusions.asked]:
-            self.expelled.add(member.id)
-            self.going.add((member.node, member.pid))
-            self.membership.turn_away(member.id)
 
     def count_left(self, now: float) -> None:
         """Where all restart, Ray Train counts."""
@@ -275,3 +271,11 @@ class Losses:
 
 def kill(member: Member) -> Kill:
     return Kill(member.node, member.pid, member.started)
+
+
+def end_drained(group: Losses) -> None:
+    """A group trains: what waits on nodes that are out of service ends, and is started elsewhere, given room."""
+    for member in [each for each in group.membership.waiting.values() if each.node in group.nodes.exclusions.asked]:
+        group.expelled.add(member.id)
+        group.going.add((member.node, member.pid))
+        group.membership.turn_away(member.id)
