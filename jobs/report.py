@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
@@ -12,7 +11,7 @@ from regrow.record.run_folder import run_config
 from regrow.show.compare import as_json, as_table, load_runs
 from regrow.show.report import make_report, write_report
 from regrow.show.units import or_dash, percent
-from regrow.storage import Storage, path_of
+from regrow.storage import Storage, split_location
 
 
 @program()
@@ -22,12 +21,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, and write nothing by default")
     parser.add_argument(
         "--out",
-        type=path_of,
-        help="of one run: write only the page (or, FILE.json, the figures) to FILE, not into its folder; "
-        "of several: the figures to FILE.json",
+        help="of one run: write only the page (or, FILE.json, the figures) to FILE, a path or a URI, not into its "
+        "folder; of several: the figures to FILE.json",
     )
     options = parser.parse_args()
-    if len(options.runs) > 1 and options.out and options.out.suffix != ".json":
+    if len(options.runs) > 1 and options.out and not is_json(options.out):
         parser.error(f"--out {options.out}: a comparison is a table and JSON; name a file that ends in .json")
     report(options) if len(options.runs) == 1 else compare(options)
 
@@ -39,9 +37,9 @@ def report(options: argparse.Namespace) -> None:
         figures, where = write_report(storage, config), str(storage / "report.html")
     else:
         figures, content = make_report(storage, config)
-        where = str(out)
+        where = out or ""
         if out:
-            write(out, content["report.json" if out.suffix == ".json" else "report.html"])
+            write(out, content["report.json" if is_json(out) else "report.html"])
     if options.json:
         print(json.dumps(figures, indent=2, allow_nan=False))
         return
@@ -62,8 +60,13 @@ def compare(options: argparse.Namespace) -> None:
         Console(width=None if sys.stdout.isatty() else 60 + 28 * len(runs), highlight=False).print(as_table(runs))
 
 
-def write(out: Path, data: bytes) -> None:
-    Storage.at(out.absolute().parent).write_bytes(out.name, data)
+def is_json(out: str) -> bool:
+    return split_location(out)[1].endswith(".json")
+
+
+def write(out: str, data: bytes) -> None:
+    folder, name = split_location(out)
+    Storage.at(folder or ".").write_bytes(name, data)
 
 
 if __name__ == "__main__":

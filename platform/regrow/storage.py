@@ -540,8 +540,10 @@ def local_path(location: str) -> str:
 def path_of(place: str | Path) -> Path:
     """The same as a path, where `~` is this user's home, which no shell has put in what is given as key=value.
 
-    Raises StorageError for the home of a user that there is not.
+    Raises StorageError for the home of a user that there is not, and for a URI that leads elsewhere.
     """
+    if is_remote(str(place)):
+        raise StorageError(f"{place} is no place of this machine's file system; name a path")
     try:
         return Path(local_path(str(place))).expanduser()
     except RuntimeError as error:

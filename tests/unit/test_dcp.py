@@ -5,6 +5,7 @@ import os
 import pickle
 import pickletools
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,20 @@ def test_there_and_back_is_bitwise_equal_with_moments_scalars_and_settings(folde
     assert mine["identity"] == theirs["identity"]
     assert mine["manifest_sha256"] == theirs["manifest_sha256"]
     assert mine["run_id"] != theirs["run_id"]
+
+
+@pytest.mark.parametrize("most", [700, 5_000, 10_000])
+def test_an_export_onto_a_full_disk_ends_in_one_error_that_says_so(folder: Path, tmp_path: Path, most: int) -> None:
+    """Torch raised one of its own over that of the disk, and the command ended with a traceback."""
+    _, index = choose(*checkpoints_of(str(folder / "run")))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"dcp\S* cannot be written: .*File too large"):
+            export_run("dcp", str(folder / "run"), index, str(tmp_path / "dcp"), dtype=Dtype.float32, start=quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "dcp").exists()
 
 
 def test_torch_loads_what_was_exported_into_a_plain_state_dict(folder: Path, tmp_path: Path) -> None:

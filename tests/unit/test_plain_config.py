@@ -60,6 +60,23 @@ def test_the_same_configuration_as_hydras(arguments: list[str]) -> None:
     assert plain.pretrain_config(arguments) == pretrain_config(quoted)
 
 
+@pytest.mark.parametrize("text", ["/d/a b", "/d/läufe", "2026", "null", "it's", 'a"b', "a\\", "a\\\\'b", "true"])
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_what_is_in_quotes_is_the_text_that_hydra_reads(text: str, quote: str) -> None:
+    """As jobs.checkpoint prints commands; before, a run was begun anew in a folder whose name began with a quote."""
+    escaped = re.sub(rf"(\\*)({quote}|$)", lambda found: 2 * found[1] + "\\" * bool(found[2]) + found[2], text)
+    arguments = [f"run.name={quote}{escaped}{quote}", f"data.source={quote}{escaped}{quote}"]
+    config = plain.pretrain_config(arguments)
+    assert (config.run.name, config.data.source) == (text, text)
+    assert config == pretrain_config(arguments)
+
+
+@pytest.mark.parametrize("value", ["'/d/a", "'a'b'", '"', "\"a'"])
+def test_quotes_that_do_not_end_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="has quotes that do not end, or more of them"):
+        plain.pretrain_config([f"run.storage_path={value}"])
+
+
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
     """Adds files to a copy of conf/."""

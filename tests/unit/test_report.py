@@ -1077,6 +1077,8 @@ def test_the_job_compares_runs_and_names_one_that_is_none(tmp_path: Path) -> Non
     done = job(*folders, "--json", "--out=~/figures.json")
     assert json.loads((tmp_path / "figures.json").read_text()) == json.loads(done.stdout)
     assert list(json.loads(done.stdout)["differing_settings"]) == ["optim.lr", "commit", "version of torch"]
+    assert job(folders[0], "--out=memory://x/r.html").returncode == 0, "a URI is no folder here"
+    assert not list(tmp_path.glob("memory*"))
     done = job(*folders, "--out", "ab.html")
     assert done.returncode == 2
     assert "--out ab.html: a comparison is a table and JSON; name a file that ends in .json" in done.stderr

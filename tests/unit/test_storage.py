@@ -195,6 +195,8 @@ def test_a_tilde_is_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", str(tmp_path))
     assert path_of("~/x") == path_of(f"file://{tmp_path}/x") == Storage.at("~/x").local_path == tmp_path / "x"
     assert path_of("runs/~") == Path("runs/~")
+    with pytest.raises(StorageError, match=r"^s3://b/x is no place of this machine.s file system; name a path$"):
+        path_of("s3://b/x")  # jobs.simulate and jobs.report wrote into a folder called s3:
     with pytest.raises(StorageError, match=r"^~no-such-user/x is below a home that is not known .*; name it in full$"):
         Storage.at("~no-such-user/x")
 

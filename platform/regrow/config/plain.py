@@ -63,11 +63,22 @@ def _chooses(arguments: Sequence[str], group: str) -> bool:
 
 def _tree(key: str, value: str) -> Tree:
     """What an argument sets. Raises ConfigError for what is no setting or value."""
-    tree: Any = Word(value)
+    tree: Any = _text(key, value)
     for name in reversed(key.split(".")):
         tree = {name: tree}
     _build(PretrainConfig, tree, "")
     return cast(Tree, tree)
+
+
+def _text(key: str, value: str) -> str:
+    """What an argument's value says: what is in quotes is a text, whatever it looks like, as Hydra reads it."""
+    quote = value[:1]
+    if quote not in ("'", '"'):
+        return Word(value)
+    found = re.fullmatch(rf"{quote}((?:\\.|[^\\{quote}])*){quote}", value, re.DOTALL)
+    if found is None:
+        raise ConfigError(f"{key}={value} has quotes that do not end, or more of them")
+    return re.sub(rf"(\\+)(?={quote}|$)", lambda backslashes: "\\" * (len(backslashes[1]) // 2), found[1])
 
 
 def read_model(name: str) -> ModelConfig:

@@ -3,6 +3,7 @@
 Keys are those of a state dict, nested ones joined with dots. One process, without a process group.
 """
 
+import errno
 import io
 import math
 import pickle
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from regrow.errors import CheckpointError, first_line
 
 METADATA = ".metadata"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a file that is written, not of one that is read
 
 Make = Callable[[], Tensor]  # a tensor that is to be written
 
@@ -29,7 +31,7 @@ def write_dcp(target: Path, state: dict[str, Any], tensors: Mapping[str, Make], 
     """Write a state dict, a file for each value or one for all. Tensors on the meta device are made when torch comes to
     write them, one after another, by what `tensors` has of their keys.
 
-    Raises what making one raises.
+    Raises what making one raises, CheckpointError where there is no room.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
@@ -37,7 +39,11 @@ def write_dcp(target: Path, state: dict[str, Any], tensors: Mapping[str, Make], 
         try:
             torch_dcp.save(state, storage_writer=writer, planner=_MadeWhenWritten(tensors), no_dist=True)
         except torch_dcp.CheckpointException as error:  # wraps what went wrong, and is no Exception
-            raise next(cause for cause, _ in error.failures.values()) from None
+            cause = next(cause for cause, _ in error.failures.values())
+            found = cause.__context__ if isinstance(cause, RuntimeError) else cause  # torch's own, over the disk's
+            if isinstance(found, OSError) and found.errno in FULL:
+                raise CheckpointError(f"{target} cannot be written: {first_line(found)}") from error
+            raise cause from None
 
 
 class _MadeWhenWritten(DefaultSavePlanner):
