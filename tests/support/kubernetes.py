@@ -83,6 +83,11 @@ class Cluster:
 
         monkeypatch.setattr(subprocess, "run", run)
 
+    def begins_with(self, shell: str) -> None:
+        """What kubectl does before it answers, in a process of its own from now on."""
+        head, run = self._program.splitlines(True)
+        (self.folder.parent / "bin/kubectl").write_text(head + shell + run)
+
     def will_be(self, *steps: Object) -> None:
         """What the RayJob goes through, a step a look."""
         (self.folder / "script.json").write_text(json.dumps(steps))

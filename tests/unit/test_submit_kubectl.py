@@ -123,6 +123,39 @@ def test_diff_shows_the_difference_and_changes_nothing(cluster: Cluster, capfd: 
     assert cluster.verbs == ["diff --server-side", *["create --dry-run=server"] * 2]
 
 
+def test_a_difference_is_shown_whatever_compares_on_this_machine(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's program for KUBECTL_EXTERNAL_DIFF prints no unified diff, and nothing was said to differ."""
+    other = 'case "$*" in *" diff "*) echo "1c1: it differs"; exit 1;; esac\n'
+    cluster.begins_with(f'[ -z "$KUBECTL_EXTERNAL_DIFF" ] || {other[:-1]}\n')
+    monkeypatch.setenv("KUBECTL_EXTERNAL_DIFF", "difft")
+    assert act("diff") == 0
+    assert "\n+  entrypoint: python -m jobs.pretrain" in capfd.readouterr().out
+    cluster.begins_with(other)  # a diff on PATH of another kind
+    assert act("diff") == 0
+    assert capfd.readouterr() == ("1c1: it differs\n", "")
+
+
+def test_a_users_preferences_for_kubectl_do_not_keep_a_job_from_being_deleted(cluster: Cluster) -> None:
+    """With `interactive` by ~/.kube/kuberc, kubectl asks, reads the end of its input and deletes nothing."""
+    asks = 'case "$*" in *" delete "*) echo "deletion is cancelled"; exit 0;; esac'
+    cluster.begins_with(f'[ "$KUBERC" = off ] || {asks}\n')
+    cluster.has_job({"jobDeploymentStatus": "Initializing"})
+    assert act("stop", "submit.follow=false") == 0
+    assert cluster.job is None
+
+
+def test_a_users_preferences_for_kubectl_do_not_change_logs(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.begins_with('[ "$KUBERC" = off ] || { echo "as preferred"; exit 0; }\n')
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")
+    cluster.has_job(RUNNING, RUNNING, SUCCEEDED)
+    assert act("logs") == 0
+    assert capfd.readouterr().out == "logs of pod/llama8b-abcde\n"
+
+
 @pytest.mark.parametrize("deleting", [{}, {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["a/b"]}])
 def test_a_job_is_not_replaced_by_one_that_the_server_refuses(cluster: Cluster, deleting: dict[str, Any]) -> None:
     cluster.has_job(STOPPED, **deleting)

@@ -1,6 +1,7 @@
 """kubectl as a program: what it is asked, what it answers, and its failures as one line."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -41,6 +42,12 @@ class Kubectl:
         self.namespace, self.context = namespace, context
         self._options = [*(["--context", context] if context else []), "--namespace", namespace]
         self._command = [program, *self._options]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's, without what has kubectl ask back, print otherwise or compare with another program."""
+        kept = {name: value for name, value in os.environ.items() if name != "KUBECTL_EXTERNAL_DIFF"}
+        return kept | {"KUBERC": "off"}
 
     def written(self, *arguments: str) -> str:
         """A command for a person to type."""
@@ -110,6 +117,7 @@ class Kubectl:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                env=self.environment,
             )
             assert process.stdout is not None
             try:
@@ -147,6 +155,7 @@ class Kubectl:
                 text=True,
                 timeout=TIMEOUT_S,
                 check=False,
+                env=self.environment,
             )
         except subprocess.TimeoutExpired as error:
             raise Unreachable(f"kubectl {arguments[0]} has not answered for {TIMEOUT_S:g} s") from error
@@ -188,7 +197,7 @@ _HINTS = (
 
 
 def _without_noise(diff: str) -> str:
-    """A unified diff without the changes that no setting made.
+    """A unified diff without the changes that no setting made; any other text as it is.
 
     >>> _without_noise("--- a\\n+++ b\\n@@ -1 +1 @@\\n-  generation: 1\\n+  generation: 2\\n")
     ''
@@ -199,7 +208,7 @@ def _without_noise(diff: str) -> str:
         lines = [line for line in hunk.splitlines(keepends=True) if not _NOISE.match(line.rstrip("\n"))]
         if any(line[0] in "-+" for line in lines):
             kept.append("".join(lines))
-    return heading + "".join(kept) if kept else ""
+    return heading + "".join(kept) if kept or not hunks else ""
 
 
 def _lines(stderr: str) -> list[str]:
