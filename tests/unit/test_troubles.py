@@ -13,6 +13,7 @@ import torch.distributed as dist
 from regrow.config.schema import ClusterConfig, ParallelConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
+from regrow.control.group import DRAINING_S
 from regrow.control.health import WHERE_AGAIN_S, Pulse
 from regrow.control.membership import Member
 from regrow.control.nodes import UNTRIED_S
@@ -842,6 +843,89 @@ def test_ranks_that_have_troubles_of_their_own_at_once_interrupt_training_once()
     assert [each["detail"] for each in told.records("unfit")] == ["no room", "no corpus"]
     assert told.control.group.num_failures == 1
     assert told.ask("m1", group).formation is not None
+
+
+def tried(told: Told, *spares: Member, has_error: bool = True) -> list[list[str]]:
+    """A group of four has lost one, and these wait; one with a process of the host `bad` breaks, by an error of that if
+    it `has_error`. One that is unfit ends, and another one starts in its place. The nodes of each group, until one is
+    without `bad`, a host is in quarantine, or none forms."""
+    training(told, A, B, FIT, one(5, "d"))
+    told.join(*spares)
+    told.now += 5.0
+    told.row(2)
+    told(e.Died((("d", 5),), 3, Cause.worker_died, "its node is gone"))
+    told.join(A, B, FIT)
+    bad, groups, newest = [each for each in spares if each.node == "bad"], list[list[str]](), told.control.generation
+    while not told.records("quarantine") and told.ask("m1", newest).formation is not None:
+        newest, current = told.control.generation, told.control.group.membership.current
+        groups.append([each.node for each in current])
+        if "bad" not in groups[-1]:
+            break
+        rank = groups[-1].index("bad")
+        told(e.Broke(newest, f"rank {rank}: CUDA error", rank if has_error else None))
+        told.now += 10.0
+        told.join(*current)
+        told.ask("m1", newest)
+        for each in [each for each in bad if told.ask(each.id, newest).unfit]:
+            told(e.Died((("bad", each.pid),), 3, Cause.worker_died, "it exited"))
+            told.now += 20.0
+            bad[bad.index(each)] = another = one(each.pid + 100, "bad")
+            told.join(another)
+    return groups
+
+
+WITH_BAD = ["a", "b", "fit", "bad"]
+
+
+@pytest.mark.parametrize("spares", [2, 3, 4])
+def test_a_bad_host_with_spares_is_found_though_another_of_its_processes_is_at_hand(spares: int) -> None:
+    """A group of that was allowed, so that none was to blame, and the fourth one ended the run."""
+    told = Told(quarantine_failures=3, min_workers=4, max_workers=4, spare_workers=spares)
+    assert tried(told, *newcomers(20, *["bad"] * spares)) == [WITH_BAD] * 3
+    assert [each["host"] for each in told.records("quarantine")] == ["bad"]
+    assert len(told.records("unfit")) == 3
+    assert told.control.ending is None
+
+
+@pytest.mark.parametrize("has_error", [True, False])
+@pytest.mark.parametrize(("least", "fine"), [(2, 0), (2, 2), (4, 2)])
+def test_what_waits_on_the_host_of_a_newcomer_that_broke_a_group_is_not_tried_in_its_place(
+    least: int, fine: int, has_error: bool
+) -> None:
+    """One process of it after the other was, until the run was given up, with spares of other hosts behind them."""
+    told = Told(min_workers=least, max_workers=4, spare_workers=6)
+    second = ["a", "b", "fit", "good"][: 4 if fine else 3]
+    bad = newcomers(20, *["bad"] * 4)
+    assert tried(told, *bad, *newcomers(60, *["good"] * fine), has_error=has_error) == [WITH_BAD, second]
+    assert told.records("unfit") == []
+    told.begin(dict.fromkeys(second), 2)
+    told.row(3)
+    assert [told.ask(each.id, told.control.generation).unfit for each in bad] == [True, False, False, False]
+    assert told.control.ending is None
+
+
+def test_what_waits_on_a_host_that_trains_is_tried_in_place_of_one_that_broke_a_group() -> None:
+    told = Told(max_workers=3)
+    training(told, A, B)
+    told.form(A, B, one(10, "a"))
+    told.join(one(11, "a"))
+    assert broken_with(told, A, B, one(10, "a"), ranks=[2]) == ["m1", "m11", "m2"]
+
+
+def test_a_newcomer_that_breaks_groups_alone_is_unfit_where_only_a_node_to_be_drained_could_take_its_place() -> None:
+    """The node is left for as long as a group can do without it, and the newcomer was taken again and again."""
+    told = Told(min_workers=3, max_workers=3)
+    training(told, A, B, FIT)
+    told.join(NEW)
+    told.now += 5.0
+    told(e.DrainAsked("fit", 0.0))
+    assert told.row(2) == "drain"
+    told(e.Leaving(told.control.generation, 2, "drain"))
+    told.now += DRAINING_S
+    assert [each.node for each in told.form(A, B, FIT).members] == ["a", "b", "new"]
+    told(e.Broke(told.control.generation, "rank 2: OutOfMemoryError", 2))
+    assert [each.node for each in told.form(A, B, NEW).members] == ["a", "b", "fit"]
+    assert told.ask("m3", told.control.generation).unfit
 
 
 def test_a_newcomer_is_not_blamed_alone_for_an_error_that_one_of_the_others_has_too() -> None:

@@ -9,7 +9,7 @@ from zlib import crc32
 from regrow.control.commands import Form, Probe, Reply, TellOver
 from regrow.control.events import Asked, Closed, Done, Failed, Joined, KeeperUp, Leaving, Placed, StopAsked
 from regrow.control.losses import Losses, kill
-from regrow.control.membership import Formation, Member
+from regrow.control.membership import Formation, Member, Membership
 from regrow.control.states import (
     Answer,
     Finished,
@@ -154,9 +154,8 @@ class Group(Losses):
         before = Formation(self.generation, membership.current)
         membership.avoided = self.nodes.excluded(now)
         if membership.is_breaking:
+            hold_back(self)
             self._end_newcomers_to_blame(now)
-            lost = len(membership.survivors) < len(membership.current)
-            membership.held_back = set(self.first_steps.held_back(lost=lost))
             if missing := membership.missing:
                 self.out.append(Probe(tuple(missing)))
         self.arrivals.ready(now)
@@ -183,15 +182,17 @@ class Group(Losses):
         """Those without which no group is allowed, as one with the others alone would be formed first: others are
         waited for in their places."""
         membership = self.membership
-        is_lost = len(membership.survivors) < len(membership.current)
-        to_blame = frozenset[str]() if is_lost or membership.must_wait(now) else self.first_steps.newcomers_to_blame()
-        if to_blame and not membership.could_form_without(members=to_blame):
+        must_wait = has_lost(membership) or membership.must_wait(now)
+        to_blame = frozenset[str]() if must_wait else self.first_steps.newcomers_to_blame()
+        if to_blame and not membership.has_others:
             self.first_steps.counts_as_loss()
             self.out.extend(kill(each) for each in membership.missing if each.id in to_blame)  # it asks no more
             members = [each for each in membership.current if each.id in to_blame]
             for node in dict.fromkeys(each.node for each in members):
                 self.nodes.failed(node, now, again=False, is_spared=True)
             self._expel(dict.fromkeys(members, BROKE_ALONE), now, counts=False)
+            membership.avoided = self.nodes.excluded(now)
+            hold_back(self)
 
     # a group trains, and leaves
 
@@ -290,6 +291,23 @@ def ask_again_s(waiting: Mapping[str, Member], member_id: str, least_s: float, n
         return least_s
     turn = crc32(waiting[member_id].node.encode()) / 2**32
     return least_s + (turn * round_s - now - least_s) % round_s
+
+
+def has_lost(membership: Membership) -> bool:
+    """Whether some of the current group are gone."""
+    return len(membership.survivors) < len(membership.current)
+
+
+def hold_back(group: Group) -> None:
+    """Newcomers that the next group does without, if it can, and with them what else waits on their hosts, but for
+    hosts of members that have done steps."""
+    membership, first_steps = group.membership, group.first_steps
+    membership.held_back = set(first_steps.held_back(lost=has_lost(membership)))
+    if membership.held_back:
+        hosts = group.nodes.hosts([*membership.survivors, *membership.waiting.values()])
+        proven = {host for member_id, host in hosts.items() if member_id in first_steps.proven}
+        away = first_steps.hosts(membership.held_back) - proven
+        membership.avoided |= {each.node for each in membership.waiting.values() if hosts[each.id] in away}
 
 
 def tell_spares(group: Group) -> None:

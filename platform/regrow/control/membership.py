@@ -239,11 +239,16 @@ class Membership:
         rest = {member.id: member for member in self._welcome(self.waiting.values())}
         return len(staying) < len(self.survivors) and self._size((staying | rest).values()) > 0
 
-    def could_form_without(self, nodes: Collection[str] = (), members: Collection[str] = ()) -> bool:
+    def could_form_without(self, nodes: Collection[str]) -> bool:
         """Whether those that are left, and those that wait, would be enough for a group."""
         all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
-        left = [each for each in all_members.values() if each.node not in nodes and each.id not in members]
-        return self._size(left) > 0
+        return self._size(member for member in all_members.values() if member.node not in nodes) > 0
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a group can be formed of those that wait without any that are held back, or on nodes to be avoided:
+        else it is formed of all."""
+        return self._size(self._welcome(self.waiting.values())) > 0
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""

@@ -216,6 +216,10 @@ class FirstSteps:
         is_first = not self._held_back  # a second one does without all of them: not each is tried
         return self._held_back | ((is_first and self.newcomers_to_blame()) or self.new)
 
+    def hosts(self, members: Collection[str]) -> set[str]:
+        """Of members of the newest group, and of those that it was formed without."""
+        return {self._hosts[each] for each in members}
+
     @property
     def _pass(self) -> set[int]:
         """Of the newest group, if `passes` has it."""
