@@ -36,6 +36,7 @@ RUNNING = {
 SUCCEEDED = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
 STOPPED = {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}
 FAILED = {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "reason": "AppFailed", "message": "exit\n 1"}
+LATE = RUNNING | {"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded", "message": "it has passed the deadline"}
 REFUSED = "The connection to the server 10.0.0.1:6443 was refused - did you specify the right host or port?"
 
 Object = dict[str, Any]
@@ -111,12 +112,13 @@ class Cluster:
         labels = {"regrow/run": NAME, "regrow/role": role, "ray.io/cluster": CLUSTER}
         self.has("pods", name, metadata={"labels": labels} | metadata, spec={"nodeName": node}, status={"phase": phase})
 
-    def has_submitter(self, name: str, created: str, *last_lines: str) -> None:
+    def has_submitter(self, name: str, created: str, *last_lines: str, phase: str = "Running") -> None:
         """A Kubernetes Job that follows the Ray job, with its pod; with a farewell at its end, if nothing is said."""
         (self.folder / "last_lines").write_text("\n".join(last_lines or [FAREWELL]) + "\n")
         labels = {"ray.io/originated-from-cr-name": NAME}
         self.has("jobs", name, metadata={"labels": labels, "creationTimestamp": created})
-        self.has("pods", f"{name}-abcde", metadata={"labels": {"job-name": name}, "creationTimestamp": created})
+        metadata = {"labels": {"job-name": name}, "creationTimestamp": created}
+        self.has("pods", f"{name}-abcde", metadata=metadata, status={"phase": phase})
 
     def has_warning(self, kind: str, name: str, reason: str, message: str, **more: Any) -> None:
         """An event."""

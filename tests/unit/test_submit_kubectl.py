@@ -24,7 +24,7 @@ from regrow.submit.kubectl import Kubectl, Unreachable, _error
 from regrow.submit.render import Code
 from regrow.submit.submit import check_in_git
 from support import commands
-from support.kubernetes import FAILED, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
+from support.kubernetes import FAILED, LATE, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.kubernetes import REFUSED as REFUSED_CONNECTION
 from support.submission import CODE, ENDINGS, compose, rendered
 
@@ -224,6 +224,74 @@ def test_a_job_that_fails_while_it_is_stopped_is_no_success(cluster: Cluster) ->
     assert act("stop") == 1
 
 
+UNSEEN = LATE | {"reason": "JobStatusCheckTimeoutExceeded"}
+
+
+@pytest.mark.parametrize("status", [LATE, LATE | {"jobStatus": "PENDING"}, UNSEEN])
+def test_stop_of_a_job_that_is_over_to_kuberay_alone_asks_ray(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], status: dict[str, Any]
+) -> None:
+    """KubeRay leaves Ray's job alone, and deletes the cluster that trains submit.keep_s later."""
+    cluster.has_head()
+    cluster.has_job(status)
+    assert act("stop", "submit.follow=false") == 0
+    assert cluster.verbs == ["exec llama8b-c1-head"]
+    assert cluster.calls[-1]["arguments"][-1] == "llama8b-x1"
+    assert "asked llama8b-x1 to end after its step, with a checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("lines", "status", "line"), ENDINGS)
+def test_stop_of_a_job_past_its_deadline_waits_for_the_end_of_its_log(
+    cluster: Cluster,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+    status: int,
+    line: str,
+) -> None:
+    """The job's own state stays as it was at the deadline."""
+    cluster.has_head()
+    cluster.has_job(LATE)
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z", *lines)
+    pauses: list[float] = []
+
+    def ends(seconds: float) -> None:
+        pauses.append(seconds)
+        cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z", *lines, phase="Succeeded")
+
+    monkeypatch.setattr(kuberay.time, "sleep", ends)
+    assert act("stop") == status
+    assert len(pauses) == 1
+    assert f"\n{line}" in capfd.readouterr().err
+
+
+def test_stop_of_a_job_past_its_deadline_ends_where_its_cluster_or_the_time_does(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_head()
+    cluster.has_job(LATE)
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")
+    job = kuberay.KubeRay(Kubectl(namespace="pretrain", context="east"), "llama8b")
+    monkeypatch.setattr(kuberay, "STOPPING_S", 0.05)
+    with pytest.raises(ClusterError, match=r"has not ended for .* submit\.action=status"):
+        job.stop(wait_s=0.01)
+    monkeypatch.setattr(Kubectl, "exec", lambda *_: (cluster.folder / "objects/pods.llama8b-c1-head.json").unlink())
+    with pytest.raises(kuberay.LostSight, match="the cluster of RayJob llama8b went before its log had ended"):
+        act("stop")
+
+
+def test_a_job_past_its_deadline_says_how_to_have_its_checkpoint(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.has_job(RUNNING, LATE)
+    assert act("logs") == 1
+    hint = "DeadlineExceeded: it has passed the deadline; submit.action=stop has it end with a checkpoint before"
+    assert hint in capfd.readouterr().err
+    cluster.has_job(LATE | {"jobStatus": ""})
+    assert act("status") == 0
+    assert "submit.action=stop" not in capfd.readouterr().out
+
+
 def test_stop_of_a_job_that_waits_for_its_cluster_deletes_it(cluster: Cluster) -> None:
     cluster.has_job({"jobDeploymentStatus": "Initializing"})
     assert act("stop") == 0
@@ -265,7 +333,7 @@ def test_stop_of_a_job_between_two_attempts_deletes_it_and_does_not_say_that_it_
     assert "RayJob llama8b is not training now, and is deleted" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("status", [None, SUCCEEDED])
+@pytest.mark.parametrize("status", [None, SUCCEEDED, LATE])  # the last without a cluster, which is gone
 def test_stop_of_a_job_that_does_not_run_does_nothing(cluster: Cluster, status: dict[str, Any] | None) -> None:
     if status:
         cluster.has_job(status)

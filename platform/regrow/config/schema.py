@@ -390,7 +390,7 @@ class SubmitConfig:
     kueue_elastic: bool = False  # Kueue's ElasticJobsViaWorkloadSlices is on: autoscale under Kueue too
     autoscale: bool = True  # start with nodes for cluster.min_workers, grow to max_workers; false: ask for all at once
     retries: int = 10  # new Ray clusters after a failed one; each goes on from the newest checkpoint
-    deadline_s: int | None = None  # end the job after this long; null: never
+    deadline_s: int | None = None  # of one attempt; no checkpoint, cluster goes keep_s later; null: none
     keep_s: int = 600  # the cluster of a job that has ended, for a look at it
     workers_per_node: int = 8  # ranks, and GPUs, of a worker pod
     cpus_per_node: float | None = None  # of a worker pod; null: the workers' own, and some for data and snapshots

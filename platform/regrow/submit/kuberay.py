@@ -24,8 +24,11 @@ DASHBOARD = "http://127.0.0.1:8265"  # from the head pod
 POLL_S = 2.0
 REASONS_S = 5.0  # between looks at events
 ENDED = ("Complete", "Failed", "ValidationFailed")  # jobDeploymentStatus
+TRAINS = ("PENDING", "RUNNING")  # jobStatus: Ray's job has not ended
 ENDS = ("SUCCEEDED", "STOPPED")  # jobStatus: the submitter has yet to say so; after FAILED KubeRay may try again
 UNSEEN_BY_KUBERAY = "JobStatusCheckTimeoutExceeded"  # reason: the head did not answer for too long
+LATE = "DeadlineExceeded"  # reason: submit.deadline_s after an attempt began
+TRAINS_ON = "; submit.action=stop has it end with a checkpoint before its cluster goes, submit.keep_s after the deadline"
 NOT_RETRIED = "; KubeRay does not retry this: submit.action=apply goes on with the run"
 UNKNOWN = "and whether its newest step is in storage is not known here"
 STOPPING_S = 120.0  # beyond the time that the job has for its checkpoint
@@ -91,7 +94,7 @@ class KubeRay:
             if state in ENDED:
                 return _ended(self, status)
             self.waiting.on(f"RayJob {self.name}, which is {state or 'new'}{f' ({ray})' if ray else ''}")
-            if state == "Running" and ray in ("PENDING", "RUNNING"):
+            if state == "Running" and ray in TRAINS:
                 logs.follow()
             else:
                 told.tell(self, job)
@@ -148,32 +151,35 @@ class KubeRay:
         if job is None:
             self.waiting.say(self.not_there())
             return 0
-        if status.get("jobDeploymentStatus") in ENDED:
+        ray, deleting = status.get("jobId"), job["metadata"].get("deletionTimestamp")
+        trains = bool(ray) and not deleting and status.get("jobStatus") in TRAINS
+        head = head_of(self.kubectl, status) if trains else None
+        over = status.get("jobDeploymentStatus") in ENDED  # to KubeRay, which lets Ray's job go on after some ends
+        if over and head is None:
             self.waiting.say(f"RayJob {self.name} does not run: it is {_state_line(status)}")
             return 0
-        ray, deleting = status.get("jobId"), job["metadata"].get("deletionTimestamp")
         if status.get("jobStatus") in ENDS and not deleting:
             self.waiting.say(f"RayJob {self.name} ends already: it is {_state_line(status)}")
             return self._until_ended(wait_s + STOPPING_S) if wait_s else 0
-        if deleting or not ray or status.get("jobStatus") not in ("PENDING", "RUNNING"):
+        if not trains:
             if not deleting:
                 self.kubectl.delete(KIND, self.name)
             self.waiting.say(f"RayJob {self.name} {'is being' if deleting else 'is not training now, and is'} deleted")
             if wait_s:
                 self._until_gone(job, "nothing more has to be done: it goes by itself")
             return 0
-        head = head_of(self.kubectl, status)
         if head is None:
             raise ClusterError(
                 f"RayJob {self.name} runs, but its cluster {status.get('rayClusterName')} has no head pod; try again"
             )
         self.waiting.on("Ray to be told")
-        self.kubectl.exec(head, "ray-head", ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, ray])
+        command = ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, str(ray)]
+        self.kubectl.exec(head, "ray-head", command)
         self.waiting.say(f"asked {ray} to end after its step, with a checkpoint")
         if not wait_s:
             return 0
         try:
-            return self._until_ended(wait_s + STOPPING_S)
+            return _until_driver_ends(self, status, wait_s) if over else self._until_ended(wait_s + STOPPING_S)
         except KeyboardInterrupt:
             self.waiting.say(f"no longer waiting; {ray} was asked to end and does so by itself (submit.action=status)")
             raise
@@ -342,9 +348,37 @@ def head_of(kubectl: Kubectl, status: Object) -> str | None:
 
 
 def _ended(job: KubeRay, status: Object) -> int:
-    """Say with which line a job that was stopped has ended; 0 as `KubeRay.follow`."""
+    """How a job has ended, 0 as `KubeRay.follow`; of one that was stopped its last line is said."""
     if status.get("jobStatus") != "STOPPED":
         return 0 if status.get("jobStatus") == "SUCCEEDED" else 1
+    return _as_its_log_says(job)
+
+
+def _until_driver_ends(job: KubeRay, status: Object, wait_s: float) -> int:
+    """Wait for the driver of a job that is over to KubeRay, whose states say no more: by the pod that follows its log
+    and ends with it. As `KubeRay.stop`."""
+    give_up_at = time.monotonic() + wait_s + STOPPING_S
+
+    def look() -> tuple[str, bool]:
+        pod = _submitter(job.kubectl, job.name) or {}
+        return str((pod.get("status") or {}).get("phase")), head_of(job.kubectl, status) is not None
+
+    job.waiting.on(f"the checkpoint of RayJob {job.name}, which is over to KubeRay")
+    while time.monotonic() < give_up_at:
+        try:
+            phase, has_head = _patiently(job.waiting, look, "what was asked of Ray is done all the same")
+        except ClusterError as error:  # not every user may look
+            raise LostSight(f"RayJob {job.name} was asked to end, {UNKNOWN}: {error}") from error
+        if phase == "Succeeded":
+            return _as_its_log_says(job)
+        if not has_head:
+            raise LostSight(f"the cluster of RayJob {job.name} went before its log had ended, {UNKNOWN}")
+        time.sleep(POLL_S)
+    raise ClusterError(f"RayJob {job.name} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=status")
+
+
+def _as_its_log_says(job: KubeRay) -> int:
+    """Say with which line a job that was stopped has ended; 0 as `KubeRay.follow`."""
 
     def last_lines() -> str:
         pod = submitter_of(job.kubectl, job.name)
@@ -362,9 +396,13 @@ def _ended(job: KubeRay, status: Object) -> int:
 
 def submitter_of(kubectl: Kubectl, name: str) -> str | None:
     """The newest pod of the newest Kubernetes Job that follows the Ray job's logs."""
+    pod = _submitter(kubectl, name)
+    return f"pod/{pod['metadata']['name']}" if pod else None
+
+
+def _submitter(kubectl: Kubectl, name: str) -> Object | None:
     job = _newest(kubectl.select("jobs", f"ray.io/originated-from-cr-name={name}"))
-    pod = _newest(kubectl.select("pods", f"job-name={job or name}"))
-    return f"pod/{pod}" if pod else None
+    return _newest(kubectl.select("pods", f"job-name={job['metadata']['name'] if job else name}"))
 
 
 def _as_far_as_allowed(ask: Callable[[], list[Object]]) -> list[Object]:
@@ -425,9 +463,8 @@ class _Logs:
         self._complaint = text
 
 
-def _newest(found: list[Object]) -> str | None:
-    found = sorted(found, key=lambda each: str(each["metadata"].get("creationTimestamp", "")))
-    return str(found[-1]["metadata"]["name"]) if found else None
+def _newest(found: list[Object]) -> Object | None:
+    return max(found, key=lambda each: str(each["metadata"].get("creationTimestamp", "")), default=None)
 
 
 def _to_stdout(line: bytes) -> None:
@@ -440,4 +477,5 @@ def _state_line(status: Object) -> str:
     parts = [f"{state}{f' ({job})' if job else ''}"]
     parts += [cause(str(status[key])) for key in ("reason", "message") if status.get(key)]
     hint = NOT_RETRIED if status.get("reason") == UNSEEN_BY_KUBERAY else ""
+    hint = TRAINS_ON if status.get("reason") == LATE and job in TRAINS else hint
     return ": ".join(parts) + hint
