@@ -36,7 +36,7 @@ RUNNING = {
 SUCCEEDED = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
 STOPPED = {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}
 FAILED = {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "reason": "AppFailed", "message": "exit\n 1"}
-LATE = RUNNING | {"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded", "message": "it has passed the deadline"}
+LATE = RUNNING | {"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded", "message": "it has passed it"}
 REFUSED = "The connection to the server 10.0.0.1:6443 was refused - did you specify the right host or port?"
 
 Object = dict[str, Any]

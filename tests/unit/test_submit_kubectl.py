@@ -285,7 +285,7 @@ def test_a_job_past_its_deadline_says_how_to_have_its_checkpoint(
 ) -> None:
     cluster.has_job(RUNNING, LATE)
     assert act("logs") == 1
-    hint = "DeadlineExceeded: it has passed the deadline; submit.action=stop has it end with a checkpoint before"
+    hint = "DeadlineExceeded: it has passed it; submit.action=stop has it end with a checkpoint before"
     assert hint in capfd.readouterr().err
     cluster.has_job(LATE | {"jobStatus": ""})
     assert act("status") == 0

@@ -28,7 +28,7 @@ TRAINS = ("PENDING", "RUNNING")  # jobStatus: Ray's job has not ended
 ENDS = ("SUCCEEDED", "STOPPED")  # jobStatus: the submitter has yet to say so; after FAILED KubeRay may try again
 UNSEEN_BY_KUBERAY = "JobStatusCheckTimeoutExceeded"  # reason: the head did not answer for too long
 LATE = "DeadlineExceeded"  # reason: submit.deadline_s after an attempt began
-TRAINS_ON = "; submit.action=stop has it end with a checkpoint before its cluster goes, submit.keep_s after the deadline"
+TRAINS_ON = "; submit.action=stop has it end with a checkpoint before its cluster goes, submit.keep_s later"
 NOT_RETRIED = "; KubeRay does not retry this: submit.action=apply goes on with the run"
 UNKNOWN = "and whether its newest step is in storage is not known here"
 STOPPING_S = 120.0  # beyond the time that the job has for its checkpoint
