@@ -27,7 +27,7 @@ from regrow.runtime import rendezvous, worker
 from regrow.state.collective import PeerError
 from regrow.train.certificate import BrokenStep
 from support.full_disk import full_disk
-from support.told import Told, one
+from support.told import Told, log_of, one
 
 NO_CORPUS = "data holds no finished corpus on host-3"
 
@@ -762,6 +762,7 @@ def bad_ones(told: Told) -> Iterator[tuple[int, str]]:
         if answer.formation is None:
             yield number, answer.given_up
             return
+        told.begin(["a", "b", "bad"], 1)
         told(e.Broke(told.control.generation, "rank 2: OutOfMemoryError", 2))
         for _ in range(2):  # the bad one's first call may be made again
             told.join(A, B, bad)
@@ -795,6 +796,16 @@ def test_a_host_without_another_in_its_place_that_alone_breaks_all_groups_ends_t
     *_, (number, given_up) = bad_ones(told)
     assert number == 1 + (MAX_FAILED_GENERATIONS - 1) * ERROR // LOSS + 1
     assert "OutOfMemoryError" in given_up
+
+
+def test_a_coordinator_that_is_restarted_counts_groups_that_a_bad_host_broke_alone_as_the_one_before() -> None:
+    """It counted each as one that failed, and gave the run up with the next group."""
+    told = Told(quarantine_failures=3, min_workers=3, max_workers=3)
+    for number, _ in bad_ones(told):
+        past = Past.of(log_of(told), generation=told.control.generation, logged=1, stored=(), restarted=True)
+        assert past.failed_groups == told.control.group.first_steps.failed == number * LOSS
+        if number == 3:
+            break
 
 
 def test_newcomers_that_err_and_then_hang_are_ended_where_no_group_may_be_without_them() -> None:

@@ -13,7 +13,7 @@ from regrow.control.peers import KeeperRegistry
 from regrow.control.slow import Kind
 from regrow.control.states import Ending, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
 from regrow.control.too_few import TooFew
-from regrow.control.troubles import FirstSteps, Troubles
+from regrow.control.troubles import LOSSES, FirstSteps, Troubles
 from regrow.control.verification import Finding
 from regrow.record.events import Cause
 
@@ -167,7 +167,8 @@ class Losses:
         kind = kind_of(cause, detail, nodes, is_dead=self.keepers.is_dead, failures=self.nodes, slow_links=slow)
         fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken, "nodes": nodes}
         more = {"kind": str(kind)} | ({"gpus": gpus} if gpus else {}) | ({"step": step} if step is not None else {})
-        self.out.record("failure", **fields, **more)
+        is_loss = cause not in LOSSES and broken == self.generation and self.first_steps.is_loss
+        self.out.record("failure", **fields, **more, **({"is_loss": True} if is_loss else {}))
 
     def tick(self, now: float) -> None:
         self._judge(now)

@@ -166,13 +166,18 @@ def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
             before, members = members, frozenset(member["id"] for member in event["members"])
             counted, generation = 0 if members < before else ERROR, event["generation"]
             count += counted
-        elif event["event"] == "failure" and event["generation"] == generation and event["cause"] in LOSSES:
+        elif event["event"] == "failure" and event["generation"] == generation and _is_loss(event):
             count, counted = (count - ERROR + LOSS, LOSS) if counted == ERROR else (count, counted)
         elif event["event"] == "generation":
             has_trained = event["start_step"] > start or event.get("recomputed_steps")  # one before, though in vain
             count = counted if has_trained else count
             start = event["start_step"]
     return count if logged <= start else 0
+
+
+def _is_loss(failure: Row) -> bool:
+    """Older logs have its cause alone."""
+    return bool(failure["cause"] in LOSSES or failure.get("is_loss"))
 
 
 def _began(events: Sequence[Row]) -> tuple[Version, ...]:

@@ -167,6 +167,11 @@ class FirstSteps:
         if self._since is not None and self._counts == ERROR:
             self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether the newest group counts as one that broke by a host."""
+        return self._counts == LOSS
+
     def cannot_go_on(self, error: str, *own: str) -> None:
         """A rank of the newest group, by this error; the member whose own that is, where it is one's own."""
         self.error, self._own = self.error or error, self._own | {*own}

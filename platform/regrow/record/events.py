@@ -275,6 +275,7 @@ class Failure(Event):
     kind: str | None = None  # what failed, as far as is known then: a FaultKind
     gpus: dict[str, list[str]] | None = None  # node -> what each of its GPUs told last: temperature, power, clock
     step: int | None = None  # nonfinite: of the gradients
+    is_loss: bool | None = None  # it counts as if a host were lost, whatever the cause; None: as the cause says
 
     def sentence(self) -> str:
         return f"{cause_words(self.cause)}: {self.detail}"
