@@ -149,6 +149,14 @@ def test_every_second_of_a_run_with_a_loss_is_where_it_belongs() -> None:
     assert report["capacity_goodput"] == pytest.approx((7.0 + 6.0 * 3 / 4) / 42, abs=1e-6)
 
 
+def test_windows_that_the_stream_did_not_deliver_are_counted_though_few_events_tell_of_them() -> None:
+    metrics, events = one_loss()
+    told = [event("data_fallback", 12, rank=0, window=window, windows=count) for window, count in ((1, 1), (3, 2))]
+    older = event("data_fallback", 11, rank=0, window=0)
+    report = build_report(metrics, [*events[:2], older, *told, *events[2:]], now=T0 + 1000, config=config())
+    assert report["data_fallbacks"] == 4
+
+
 def test_a_recovery_is_told_by_its_parts() -> None:
     metrics, events = one_loss()
     report = build_report(metrics, events, now=T0 + 1000, config=config())

@@ -471,11 +471,12 @@ def test_what_somebody_should_look_at_is_told_once_and_as_long_as_it_holds() -> 
         event("quarantine", 15, node="n2", seconds=100.0),
         event("drain", 15, node="n3", deadline=T0 + 40),
         event("data_fallback", 18, rank=0, window=1, reason="late"),
+        event("data_fallback", 18, rank=0, window=3, reason="late", windows=2),
         event("unfit", 19),  # of another version: no field of it is there
     ]
     ordered = sorted(events, key=lambda each: each["time"])
     found = " | ".join(status(ROWS, ordered, 31).warnings)
-    for words in ("2.0 times as long", "bucket gone", "node n2 failed again", "node n3 is to be taken away", "late 1"):
+    for words in ("2.0 times as long", "bucket gone", "node n2 failed again", "node n3 is to be taken away", "late 3"):
         assert found.count(words) == 1, (words, found)
     assert "disk full" not in found  # a later one was committed
     assert "unfit" in found

@@ -247,6 +247,52 @@ def test_of_a_nodes_ranks_one_tells_the_runs_log_that_the_stream_was_late(caplog
     coordinator: Any = SimpleNamespace(event=lambda *said: told.append(said))
     for rank, speaks in [(0, True), (1, False), (2, False)]:
         joined: Any = SimpleNamespace(rank=rank, speaks=speaks)
-        generation._report_fallback(coordinator, joined, 3, "late")
-    assert told == [("data_fallback", {"rank": 0, "window": 3, "reason": "late"})]
+        generation._fallbacks(coordinator, joined)(3, "late")
+    assert told == [("data_fallback", {"rank": 0, "window": 3, "reason": "late", "windows": 1})]
     assert caplog.messages == ["token stream: window 3 is read from the shards: late"] * 2
+
+
+def test_a_stream_that_delivers_nothing_for_days_is_told_of_ever_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each window was an event of each node, which the coordinator keeps: millions a day."""
+    write_rows(tmp_path, num_rows=24 * 16)
+    config = PretrainConfig(data=DataConfig(seq_len=16), optim=OptimConfig(global_batch_seqs=24, num_slices=12))
+    corpora = Corpora.at(tmp_path)
+    layout, order, reader = layout_of(config), order_of(config, corpora), corpora.reader("train")
+    delivered = 100  # the one window
+
+    def ask(number: int, blocks: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        window = window_table(number, order, reader, layout) if number == delivered else None
+        return None if window is None else [window.slice(k, 1) for k in blocks]
+
+    def train(speaks: bool) -> list[Any]:
+        told = list[Any]()
+        coordinator: Any = SimpleNamespace(event=lambda name, fields: told.append((name, fields)))
+        joined: Any = SimpleNamespace(rank=5, speaks=speaks)
+        batches = client.rank_batches(
+            *([ask], order, reader, layout),  # type: ignore[list-item]
+            slices=range(12),
+            start_step=0,
+            stop_step=104 * layout.window_steps,
+            stall_timeout_s=20.0,
+            on_fallback=generation._fallbacks(coordinator, joined),
+        )
+        assert [batch.step for batch in batches] == list(range(104 * layout.window_steps))
+        return told
+
+    monkeypatch.setattr(ray, "get", lambda references, timeout: references)
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
+    reason = "LookupError: the stream does not hold the window"
+    windows = {0: 1, 1: 1, 3: 2, 7: 4, 15: 8, 31: 16, 63: 32, 101: 1, 102: 1}  # and for how many each stands
+    assert train(speaks=True) == [
+        ("data_fallback", {"rank": 5, "window": window, "reason": reason, "windows": stands_for})
+        for window, stands_for in windows.items()
+    ]
+    assert not caplog.messages
+    assert train(speaks=False) == []
+    assert caplog.messages[:4:3] == [
+        f"token stream: window 0 is read from the shards: {reason}",
+        f"token stream: window 7, as the 3 before it, is read from the shards: {reason}",
+    ]
+    assert len(caplog.messages) == len(windows)

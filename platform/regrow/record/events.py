@@ -488,11 +488,15 @@ class DataFallback(Incident):
     rank: int  # of the group
     window: int  # number of the window
     reason: str = ""  # why the stream was not waited for
+    windows: int = 1  # that it stands for, this one and those just before it; the 1st, 2nd, 4th, 8th, ... is told
     generation: int | None = None  # of the group
-    words = (
-        "the token stream did not deliver window {0.window} to rank {0.rank} ({0.reason}); it reads the same rows "
-        "directly"
-    )
+
+    def sentence(self) -> str:
+        before = f", nor the {self.windows - 1} before it," if self.windows > 1 else ""
+        return (
+            f"the token stream did not deliver window {self.window}{before} to rank {self.rank} ({self.reason}); it "
+            "reads the same rows directly"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

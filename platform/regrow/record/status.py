@@ -355,7 +355,7 @@ def _warnings(history: History, now: float) -> list[str]:
         return event.of_group and event.time >= ready_at
 
     said = [_said([event]) for place, event in enumerate(history.events) if holds(event, place)]
-    fallbacks = sum(event.time >= ready_at for event in history.of(DataFallback))
+    fallbacks = sum(event.windows for event in history.of(DataFallback) if event.time >= ready_at)
     if fallbacks:
         said.append(f"the token stream was late {fallbacks} times in this generation; ranks read the shards directly")
     if history.rows and not is_number(history.rows[-1].get("loss")):

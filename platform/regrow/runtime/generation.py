@@ -22,7 +22,7 @@ from regrow.control.phases import Phase, form_s
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.data.read.outage import Patience, PatientReader
-from regrow.data.stream.client import Ask, rank_batches, seek_patience, warn, ways_to_ask
+from regrow.data.stream.client import Ask, FewerFallbacks, rank_batches, seek_patience, warn, ways_to_ask
 from regrow.model.linears import float8_steps
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.fsdp import build_mesh, connect
@@ -192,7 +192,7 @@ def _batches(process: Process, joined: Joined, patience: Patience, slices: range
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=joined.generation > job.first_generation,
         seek_patience_s=seek_patience(layout, seq_len=config.data.seq_len, num_nodes=len(nodes)),
-        on_fallback=partial(_report_fallback, CoordinatorClient(job.coordinator, joined.generation), joined),
+        on_fallback=_fallbacks(CoordinatorClient(job.coordinator, joined.generation), joined),
         on_failed_ask=partial(_forget_fetcher, process),
         is_over=patience.is_over,
     )
@@ -265,13 +265,14 @@ def _forget_fetcher(process: Process) -> None:
     process.fetcher = None
 
 
-def _report_fallback(coordinator: CoordinatorClient, joined: Joined, window: int, reason: str) -> None:
-    """Tell the run's log that a rank reads a window from the shards itself; its worker's, where it is not the first
-    rank of its node: a late stream is late for all of them, and they may be many thousands."""
-    if joined.speaks:
-        coordinator.event("data_fallback", {"rank": joined.rank, "window": window, "reason": reason})
-    else:
-        warn(window, reason)
+def _fallbacks(coordinator: CoordinatorClient, joined: Joined) -> FewerFallbacks:
+    """Where it is told that a rank reads windows from the shards itself: in the run's log; in its worker's, where it is
+    not the first rank of its node: a late stream is late for all of them, and they may be many thousands."""
+    return FewerFallbacks(partial(_report_fallback, coordinator, joined.rank) if joined.speaks else warn)
+
+
+def _report_fallback(coordinator: CoordinatorClient, rank: int, window: int, reason: str, windows: int) -> None:
+    coordinator.event("data_fallback", {"rank": rank, "window": window, "reason": reason, "windows": windows})
 
 
 def _device_name(device: torch.device) -> str:

@@ -48,7 +48,7 @@ def build_report(history: History, ledger: Ledger, config: Config) -> dict[str, 
         "restarts": dict(Counter(each.cause for each in generations if each.cause != Cause.start)),
         "generations": len(generations),
         "recoveries": recoveries(ledger.attempts, rows, history.events),
-        "data_fallbacks": len(history.of(DataFallback)),
+        "data_fallbacks": sum(each.windows for each in history.of(DataFallback)),
         "checkpoints": {
             "committed": len(checkpoints),
             "stall_s": round(math.fsum(positive(each.stall_s) for each in checkpoints), 6),

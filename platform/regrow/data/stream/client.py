@@ -176,8 +176,24 @@ def assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range)
     return RankBatch(step, np.concatenate(positions), np.concatenate(rows))
 
 
-def warn(window: int, reason: str) -> None:
-    log.warning("token stream: window %d is read from the shards: %s", window, reason)
+class FewerFallbacks:
+    """Of fallbacks for windows one behind the other, tells of the 1st, 2nd, 4th, 8th, ... alone: a stream may deliver
+    nothing for days, to thousands of nodes."""
+
+    def __init__(self, tell: Callable[[int, str, int], None]) -> None:
+        """`tell` is called with the window, the reason, and for how many windows since the last telling it stands."""
+        self._tell, self._next, self._in_a_row = tell, 0, 0
+
+    def __call__(self, window: int, reason: str) -> None:
+        self._in_a_row = self._in_a_row + 1 if window == self._next else 1
+        self._next = window + 1
+        if self._in_a_row.bit_count() == 1:
+            self._tell(window, reason, max(1, self._in_a_row // 2))
+
+
+def warn(window: int, reason: str, windows: int = 1) -> None:
+    before = f", as the {windows - 1} before it," if windows > 1 else ""
+    log.warning("token stream: window %d%s is read from the shards: %s", window, before, reason)
 
 
 def first_line_of(error: BaseException) -> str:
