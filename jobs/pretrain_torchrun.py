@@ -84,7 +84,8 @@ def main(arguments: list[str]) -> None:
     with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
         config = for_this_group(config, device)
         on_first_rank_at_length(partial(check_may_start, config))
-        run = TorchrunRun(config, console)
+        if (run := TorchrunRun(config, console)).is_done:
+            return
         try:
             while not run.is_over(progress := train_phase(config, run, device)):
                 pass  # float8 is over, and the next phase goes on from the checkpoint

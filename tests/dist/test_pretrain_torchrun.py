@@ -29,8 +29,9 @@ from regrow.data.read.outage import PatientReader
 from regrow.errors import ConfigError, DataError, ResumeError, UnavailableError
 from regrow.parallel.fsdp import groups_of
 from regrow.record import events, lock
+from regrow.record.claim import Claim
 from regrow.record.log import RunLog, read_events, read_metrics
-from regrow.runtime import torchrun
+from regrow.runtime import opened, torchrun
 from regrow.runtime.torchrun import TorchrunRun, for_this_group
 from regrow.show.console import Console
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
@@ -579,6 +580,53 @@ def test_a_run_that_another_process_trains_is_refused_on_all_ranks(tmp_path: Pat
     assert told[0] == told[1]
     assert "is in use by another process" in told[0]
     assert not (tmp_path / "busy/config.yaml").exists()
+
+
+def test_a_start_that_is_refused_or_has_nothing_to_do_ends_no_live_job(tmp_path: Path, corpus: Path) -> None:
+    """Without locks a job that is started ends the one before: also one by other settings did, and was then refused."""
+    write_corpus(
+        tmp_path / "other",
+        np.zeros((360, SEQ_LEN + 1), np.uint32),
+        rows_per_group=8,
+        rows_per_shard=120,
+        vocab_size=512,
+    )
+    arguments = [f"run.storage_path={tmp_path}", "run.name=live", *SMALL]
+    run_ranks(train_in_this_group, 1, [*arguments, f"data.corpora.rows={corpus}", "train.stop_at_step=6"])
+    refused, printed, events = run_ranks(mistaken_starts, 1, arguments, corpus, tmp_path / "other")[0]
+    assert "exists with other settings (corpus: " in refused
+    assert "step 6 is already committed: nothing to do; raise train.steps or train.stop_at_step" in printed
+    assert events == ["submitted"]
+
+
+def mistaken_starts(arguments: list[str], corpus: Path, other: Path) -> tuple[str, str, list[str]]:
+    """While a first job writes the run on storage without locks: how the first start is refused, what the second one
+    prints, and what both have put into the log."""
+    opened.lock_run = lambda folder, tell: None
+
+    def start(*more: str) -> tuple[TorchrunRun, str]:
+        printed = io.StringIO()
+        config = for_this_group(pretrain_config([*arguments, *more]), torch.device("cpu"))
+        return TorchrunRun(config, Console(printed)), printed.getvalue()
+
+    live, _ = start(f"data.corpora.rows={corpus}")
+    before = read_events(live.run.folder)
+    with pytest.raises(ResumeError) as refused:
+        start(f"data.corpora.rows={other}")
+    second, printed = start(f"data.corpora.rows={corpus}", "train.stop_at_step=6")
+    assert second.is_done
+    claim_of(live).check()
+    return (
+        str(refused.value),
+        printed,
+        [each["event"] for each in [before[-1], *read_events(live.run.folder)[len(before) :]]],
+    )
+
+
+def claim_of(run: TorchrunRun) -> Claim:
+    assert run._opened is not None
+    assert run._opened.claim is not None
+    return run._opened.claim
 
 
 @pytest.mark.long

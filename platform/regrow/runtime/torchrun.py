@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,16 +33,15 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
 from regrow.parallel.stream import stream_of
 from regrow.record import events
-from regrow.record.claim import Claim
-from regrow.record.lock import lock_run
 from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.interfaces import address_towards, meet_at
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.interrupts import StopRequest
+from regrow.runtime.opened import Opened, last_step, open_folder
 from regrow.runtime.patient_log import PatientLog
-from regrow.runtime.run_folder import Run, open_run
+from regrow.runtime.run_folder import Run
 from regrow.runtime.trusted import by_the_log
 from regrow.show.console import Console
 from regrow.state.collective import from_rank_0, gather, on_first_rank, rank
@@ -211,17 +210,22 @@ class TorchrunRun:
     """A run's folder, held open by the first rank; the loop's hooks, on every rank."""
 
     def __init__(self, config: PretrainConfig, console: Console) -> None:
-        """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
+        """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks.
+
+        Where the last step is committed already, `is_done` is true, and it is of no other use.
+        """
         self.config, self.console, self.rank = config, console, rank()
         _look_up_on_all(config.train.callback)
         self.corpora = _corpora_of_all(config, console)
-        self._lock: TextIO | None = None  # the first rank's, as what follows
-        self._claim: Claim | None = None
-        self.run = Run(run_folder(config), *on_first_rank_at_length(self._open))
+        self._opened: Opened | None = None  # the first rank's
+        run_id, resumed_step, self.is_done = on_first_rank_at_length(self._open)
+        self.run = Run(run_folder(config), run_id, resumed_step)
+        if self.is_done:
+            return
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._cause = events.Cause.start if self.run.resumed_step is None else events.Cause.resume
-        log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
+        log = RunLog(self.run.folder, claim=self._opened.claim) if self._opened else None
         self._log = PatientLog(log, self.message) if log is not None else None
         self._step: TrainStep | None = None  # that the group trains
         self._validation: Validation | None = None
@@ -244,13 +248,9 @@ class TorchrunRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
-    def _open(self) -> tuple[str, int | None]:
-        """Lock the folder, then open it: a run that another process trains is refused before anything is written."""
-        folder = run_folder(self.config)
-        self._lock = lock_run(folder, self.message)
-        self._claim = Claim.take(folder)
-        run = open_run(self.config, manifest_sha256=self.corpora.sha256)
-        return run.run_id, run.resumed_step
+    def _open(self) -> tuple[str, int | None, bool]:
+        self._opened = open_folder(self.config, self.corpora.sha256, self.message)
+        return self._opened.run.run_id, self._opened.run.resumed_step, self._opened.claim is None
 
     def _newest_step(self) -> int:
         """Of the committed checkpoints; 0 where there is none. Collective."""
@@ -338,9 +338,8 @@ class TorchrunRun:
 
     def is_over(self, progress: Progress) -> bool:
         """Whether nothing is left to train, for now. Collective."""
-        last_step = min(self.config.train.steps, self.config.train.stop_at_step or self.config.train.steps)
         self._asked = [number for number, asked in enumerate(gather(self._request.asked_to_stop)) if asked]
-        return progress.step >= last_step or bool(self._asked)
+        return progress.step >= last_step(self.config) or bool(self._asked)
 
     def step_done(self, row: Mapping[str, float]) -> None:
         self._called.after_step(row)
@@ -405,10 +404,11 @@ class TorchrunRun:
 
     def _commit(self, folder: str, pointer: bytes) -> None:
         """On the first rank, unless another job has taken the run over."""
-        assert self._claim is not None
+        assert self._opened is not None
+        assert self._opened.claim is not None
         assert self._log is not None
         self._log.flush()  # a committed step's row is never missing
-        self._claim.check()
+        self._opened.claim.check()
         self.checkpoints.write_bytes(f"{folder}/{COMMIT}", pointer)
 
     def close(self, progress: Progress) -> None:
