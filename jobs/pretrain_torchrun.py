@@ -30,7 +30,7 @@ from regrow.parallel.fsdp import build_mesh
 from regrow.plan.topology import ranks_of_unit
 from regrow.program import program
 from regrow.runtime.hardware.peak import peak_flops
-from regrow.runtime.run_folder import check_may_start
+from regrow.runtime.opened import check_start
 from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, on_first_rank_at_length, process_group
 from regrow.show.console import Console
 from regrow.state.entries import Progress
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
     config = pretrain_config(arguments)
     with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
         config = for_this_group(config, device)
-        on_first_rank_at_length(partial(check_may_start, config))
+        on_first_rank_at_length(partial(check_start, config))
         if (run := TorchrunRun(config, console)).is_done:
             return
         try:

@@ -26,7 +26,7 @@ from regrow.config.plain import pretrain_config
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.manifest import Manifest
 from regrow.data.read.outage import PatientReader
-from regrow.errors import ConfigError, DataError, ResumeError, UnavailableError
+from regrow.errors import ConfigError, DataError, RegrowError, ResumeError, UnavailableError
 from regrow.parallel.fsdp import groups_of
 from regrow.record import events, lock
 from regrow.record.claim import Claim
@@ -621,6 +621,42 @@ def mistaken_starts(arguments: list[str], corpus: Path, other: Path) -> tuple[st
         printed,
         [each["event"] for each in [before[-1], *read_events(live.run.folder)[len(before) :]]],
     )
+
+
+def test_a_job_that_was_superseded_does_not_take_the_run_back_when_its_torchrun_starts_it_anew(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """Before, two with --max-restarts ended each other in turn; and one with run.resume=false was refused its own."""
+    arguments = [f"run.storage_path={tmp_path}", "run.name=turns", f"data.corpora.rows={corpus}", *SMALL]
+    told = run_ranks(restarts_in_turn, 1, arguments)[0]
+    assert "exists at " in told[0]
+    assert "run.resume=false" in told[0]
+    assert "is written by another job now (process " in told[1]
+
+
+def restarts_in_turn(arguments: list[str]) -> list[str]:
+    """Two agents' jobs on storage without locks: how the second is refused that is not to go on with the first's run,
+    and how the first is once the second has that run."""
+    opened.lock_run = lambda folder, tell: None
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+    def start(agent: int, *more: str) -> TorchrunRun:
+        os.getppid = lambda: agent
+        config = for_this_group(pretrain_config([*arguments, *more]), torch.device("cpu"))
+        opened.check_start(config)
+        return TorchrunRun(config, Console(io.StringIO()))
+
+    first, second = os.getpid(), os.getppid()
+    start(first, "run.resume=false")
+    again = start(first, "run.resume=false")
+    with pytest.raises(ResumeError) as refused:
+        start(second, "run.resume=false")
+    claim_of(again).check()
+    other = start(second)
+    with pytest.raises(RegrowError) as superseded:
+        start(first)
+    claim_of(other).check()
+    return [str(refused.value), str(superseded.value)]
 
 
 def claim_of(run: TorchrunRun) -> Claim:

@@ -1,15 +1,18 @@
-"""A run's folder as the first rank of a group without Ray opens it: locked, claimed, and never a live job's by mistake."""
+"""A run's folder as the first rank of a group without Ray opens it: locked, claimed, never a live job's by mistake."""
 
+import os
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from regrow.config.schema import PretrainConfig
-from regrow.record.claim import Claim
+from regrow.record.claim import Claim, newest_claim
 from regrow.record.lock import lock_run
 from regrow.record.run_folder import run_folder
 from regrow.runtime.ended import end_again
-from regrow.runtime.run_folder import Run, find_or_create, write_config
+from regrow.runtime.liveness.pulse import started_at
+from regrow.runtime.run_folder import Run, check_may_start, find_or_create, write_config
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,17 @@ def last_step(config: PretrainConfig) -> int:
     return min(config.train.steps, config.train.stop_at_step or config.train.steps)
 
 
+def check_start(config: PretrainConfig) -> None:
+    """As `check_may_start`, of a process whose agent may have started it anew."""
+    check_may_start(_resumed(config))
+
+
 def open_folder(config: PretrainConfig, manifest_sha256: str, tell: Callable[[str], object]) -> Opened:
     """The run is taken over once nothing refuses it and there is something to train: a claim ends the job before, where
-    storage has no locks. Raises RegrowError and OSError."""
+    storage has no locks. One that was ended so and that its agent starts anew does not take the run back. Raises
+    RegrowError and OSError."""
     lock = lock_run(run_folder(config), tell)
-    run = find_or_create(config, manifest_sha256=manifest_sha256)
+    run = find_or_create(_resumed(config), manifest_sha256=manifest_sha256)
     if (run.resumed_step or 0) >= last_step(config):
         if lock is not None:
             lock.close()
@@ -40,6 +49,25 @@ def open_folder(config: PretrainConfig, manifest_sha256: str, tell: Callable[[st
             "raise train.steps or train.stop_at_step to go on, or choose another run.name"
         )
         return Opened(run, None, None)
-    claim = Claim.take(run.folder)
+    job = _agent()
+    claim = Claim.take(run.folder, job=job, restarted=bool(job))  # not by the count: a host that joins adds nothing
     write_config(run, config)
     return Opened(run, lock, claim)
+
+
+def _resumed(config: PretrainConfig) -> PretrainConfig:
+    """With what its own agent's processes have begun gone on with, though run.resume=false."""
+    job = _agent()
+    if config.run.resume or not job or newest_claim(run_folder(config)).get("job") != job:
+        return config
+    return replace(config, run=replace(config.run, resume=True))
+
+
+def _agent() -> str:
+    """What outlives restarts by torchrun --max-restarts, and is no other job's; empty without torchrun.
+
+    TORCHELASTIC_RUN_ID is whatever the user says, and "none" where nothing is said.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return f"torchrun {os.getppid()}, of {started_at(os.getppid())}, on {socket.gethostname()}"
