@@ -24,7 +24,7 @@ from regrow.config.plain import pretrain_config
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import order_of
-from regrow.errors import ConfigError, RegrowError
+from regrow.errors import ConfigError
 from regrow.model.linears import phase_end
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.topology import ranks_of_unit
@@ -36,7 +36,6 @@ from regrow.show.console import Console
 from regrow.state.entries import Progress
 from regrow.train.build import build_step, loop_settings, meter_of, verified_rows
 from regrow.train.loop import train
-from regrow.train.metrics import NotFinite
 from regrow.train.saver import Cadence, CheckpointSaver
 from regrow.train.validation import Validation
 
@@ -86,14 +85,9 @@ def main(arguments: list[str]) -> None:
         on_first_rank_at_length(partial(check_start, config))
         if (run := TorchrunRun(config, console)).is_done:
             return
-        try:
+        with run.errors_in_its_log():
             while not run.is_over(progress := train_phase(config, run, device)):
                 pass  # float8 is over, and the next phase goes on from the checkpoint
-        except NotFinite as error:
-            raise run.not_finite(error) from error
-        except RegrowError as error:
-            run.failed(str(error))
-            raise
         run.close(progress)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import io
 import json
 import os
@@ -497,6 +498,59 @@ def train_on_damaged_rows(arguments: list[str]) -> str:
     with pytest.raises(DataError) as ended:
         pretrain_torchrun.main(arguments)
     return str(ended.value)
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_disk_that_is_full_where_float8_ends_is_waited_for_and_ends_a_run_by_a_line_of_its_log(
+    tmp_path: Path, corpus: Path, lasts: bool
+) -> None:
+    """Before, one moment of it ended all ranks, and the log had no end."""
+    arguments = [f"run.storage_path={tmp_path}", "run.name=full", f"data.corpora.rows={corpus}", *SMALL, *FLOAT8_FIRST]
+    told = run_ranks(train_on_a_full_disk, 2, lasts, [*arguments, "checkpoint.timeout_s=1"])
+    run = Storage.at(tmp_path / "full")
+    (stopped,) = (each for each in read_events(run) if each["event"] == "stopped")
+    if lasts:
+        assert told == ["OSError: [Errno 28] No space left on device"] * 2
+        assert (stopped["reason"], stopped["step"], stopped["detail"]) == ("failed", 6, told[0])
+    else:
+        assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
+        assert (stopped["reason"], told) == ("finished", ["", ""])
+
+
+def train_on_a_full_disk(lasts: bool, arguments: list[str]) -> str:
+    """How this rank's run ends; the log cannot be begun where float8 ends, the first time or each time."""
+    begin, begun = RunLog.begin, []
+
+    def full(self: RunLog, generation: int, start_step: int) -> events.Rollback:
+        begun.append(start_step)
+        if start_step and (lasts or len(begun) == 2):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return begin(self, generation, start_step)
+
+    RunLog.begin = full
+    pretrain_torchrun.process_group = lambda timeout_s: contextlib.nullcontext(torch.device("cpu"))  # that of this rank
+    try:
+        pretrain_torchrun.main(arguments)
+    except RegrowError as ended:
+        return str(ended)
+    return ""
+
+
+def test_an_error_of_storage_that_ends_a_run_is_in_its_log(tmp_path: Path, corpus: Path) -> None:
+    arguments = [f"run.storage_path={tmp_path}", "run.name=storage", f"data.corpora.rows={corpus}", *SMALL]
+    run_ranks(train_without_storage, 1, arguments)
+    (stopped,) = (each for each in read_events(Storage.at(tmp_path / "storage")) if each["event"] == "stopped")
+    assert (stopped["reason"], stopped["detail"]) == ("failed", "503 Slow Down")
+
+
+def train_without_storage(arguments: list[str]) -> None:
+    def away(*args: Any, **kwargs: Any) -> None:
+        raise OSError("503 Slow Down")
+
+    torchrun.store.restore_newest = away
+    pretrain_torchrun.process_group = lambda timeout_s: contextlib.nullcontext(torch.device("cpu"))  # that of this rank
+    with pytest.raises(OSError, match="503 Slow Down"):
+        pretrain_torchrun.main(arguments)
 
 
 def test_help_is_printed_and_no_mistake(environment: dict[str, str], tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from regrow.errors import first_line
 from regrow.record.events import Event, Rollback
 from regrow.record.log import RunLog
 
+RETRY_EVERY_S = 1.0
+
 
 class PatientLog:
     """Rows and events that cannot be written are kept, and written before what comes next. Of one thread."""
@@ -19,10 +21,23 @@ class PatientLog:
         self._log, self._tell = log, tell
         self._kept: deque[Callable[[], object]] = deque()
 
-    def begin(self, generation: int, start_step: int) -> Rollback:
-        """As RunLog's, after all that is kept. Raises OSError where storage fails."""
-        self._write_kept()
-        return self._log.begin(generation, start_step)
+    def begin(self, generation: int, start_step: int, *, timeout_s: float = 0.0) -> Rollback:
+        """As RunLog's, after all that is kept. Raises OSError where storage still fails after so many seconds."""
+        give_up_at, told = time.monotonic() + timeout_s, False
+        while True:
+            try:
+                self._write_kept()
+                return self._log.begin(generation, start_step)
+            except OSError as error:
+                if time.monotonic() >= give_up_at:
+                    raise
+                if not told:
+                    self._tell(
+                        f"the run's log cannot be written ({first_line(error)}): training waits for it, up to "
+                        f"{timeout_s:.0f} s"
+                    )
+                told = True
+                time.sleep(RETRY_EVERY_S)
 
     def row(self, row: Mapping[str, Any]) -> None:
         self._put(lambda: self._log.row(row))

@@ -206,6 +206,20 @@ def _look_up_on_all(callback: str | None) -> None:
         raise found
 
 
+def _submitted(run_id: str) -> events.Submitted:
+    world_size = dist.get_world_size()
+    return events.Submitted(
+        run_id=run_id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        min_workers=world_size,
+        max_workers=world_size,
+        git=git_sha(),
+        versions=versions(),
+        command=shlex.join(sys.argv),
+    )
+
+
 class TorchrunRun:
     """A run's folder, held open by the first rank; the loop's hooks, on every rank."""
 
@@ -232,19 +246,7 @@ class TorchrunRun:
         self._request = StopRequest()
         self._asked: list[int] = []  # to stop: the ranks that were, as all know
         self.patience = Patience(patience_s(config), on_wait=self._waits)
-        world_size = dist.get_world_size()
-        self.event(
-            events.Submitted(
-                run_id=self.run.run_id,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                min_workers=world_size,
-                max_workers=world_size,
-                git=git_sha(),
-                versions=versions(),
-                command=shlex.join(sys.argv),
-            )
-        )
+        self.event(_submitted(run_id))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
@@ -319,12 +321,12 @@ class TorchrunRun:
         self._stream = stream_of(next(step.model.buffers()).device)
         worker = {"host": socket.gethostname(), "node": socket.gethostname(), "pid": os.getpid()}
         workers = gather(worker | {"device": str(next(step.model.buffers()).device)})
-        rollback = self._log.begin(self.generation, start.step) if self._log else None
+        recomputed_steps = on_first_rank_at_length(lambda: self._begin_log(start.step))
         begun = events.Generation(
             generation=self.generation,
             start_step=start.step,
             cause=self._cause,
-            recomputed_steps=rollback.steps if rollback else 0,
+            recomputed_steps=recomputed_steps,
             world_size=dist.get_world_size(),
             axes=self._coordinates.mesh.sizes,
             source="checkpoint" if start.step else "seed",
@@ -335,6 +337,10 @@ class TorchrunRun:
         self._cause = events.Cause.end_of_float8
         self.event(begun)
         self.message(begun.sentence())
+
+    def _begin_log(self, start_step: int) -> int:
+        assert self._log is not None
+        return self._log.begin(self.generation, start_step, timeout_s=self.config.checkpoint.timeout_s).steps
 
     def is_over(self, progress: Progress) -> bool:
         """Whether nothing is left to train, for now. Collective."""
@@ -422,18 +428,24 @@ class TorchrunRun:
         if self._log is not None:
             self._log.close()
 
-    def not_finite(self, error: NotFinite) -> RegrowError:
-        """What a run that cannot go on ends with, and has in its log."""
-        detail = (
-            f"{error}; look at the loss before it (python -m jobs.report {self.run.folder}), then lower optim.lr under "
-            "another run.name, or allow more with train.nonfinite_skips"
-        )
-        self.event(events.Failure(cause=events.Cause.nonfinite, detail=str(error), generation=self.generation))
-        self.failed(detail)
-        return RegrowError(detail)
-
-    def failed(self, detail: str) -> None:
+    @contextlib.contextmanager
+    def errors_in_its_log(self) -> Iterator[None]:
         """Have in the log that the run ends by an error. Not collective: other ranks may have none, or another one."""
+        try:
+            yield
+        except NotFinite as error:
+            detail = (
+                f"{error}; look at the loss before it (python -m jobs.report {self.run.folder}), then lower optim.lr "
+                "under another run.name, or allow more with train.nonfinite_skips"
+            )
+            self.event(events.Failure(cause=events.Cause.nonfinite, detail=str(error), generation=self.generation))
+            self._failed(detail)
+            raise RegrowError(detail) from error
+        except (RegrowError, OSError) as error:
+            self._failed(str(error))
+            raise
+
+    def _failed(self, detail: str) -> None:
         if self._log is not None:
             with contextlib.suppress(OSError, RegrowError):  # as of storage, or a job that has taken the run over
                 step = max(catalog.committed_steps(self.checkpoints), default=0)
