@@ -1,6 +1,5 @@
-"""`jobs.submit` and `ray job submit` against a real Ray with token authentication, as a user without rights."""
+"""`jobs.submit` and a submitter's command against a real Ray with token authentication, as a user without rights."""
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ from regrow.drill.processes import of_ray, send, wait_until_gone
 from regrow.record.log import read_events, read_metrics
 from regrow.storage import Storage
 from regrow.submit.pods import drain_command
-from regrow.submit.ray_jobs import AGENT_S, LEFT_OUT, NO_AGENT
 from support.cluster import ROOT, SMALL
 from support.submission import rendered
 from support.unprivileged import NOBODY, unprivileged, why_not
@@ -198,22 +196,28 @@ def test_a_run_is_submitted_stopped_and_resumed_by_the_same_commands(place: Plac
         assert {path.owner() for path in (place.folder / "runs" / "mine").iterdir()} == {"nobody"}
 
 
-def test_the_entrypoint_for_kubernetes_runs_through_ray_job_submit(place: Place) -> None:
+def test_the_submitters_command_for_kubernetes_submits_and_follows(place: Place) -> None:
     arguments = ["+cluster=h100x64", *place.run_arguments("rendered"), *SMALL, "train.steps=20"]
     (job,) = [each for each in rendered(arguments)[1] if each["kind"] == "RayJob"]
     entrypoint = str(job["spec"]["entrypoint"])
     assert "+cluster=h100x64" in entrypoint
     local = entrypoint.replace("+cluster=h100x64", f"+cluster=cpu3 model=debug {' '.join(LOCAL)}")
-    runtime = {"excludes": LEFT_OUT, "env_vars": {"PYTHONPATH": "platform"}}
-    submit = [str(BIN / "ray"), "job", "submit", f"--address={place.address}", "--working-dir=."]
-    taken = [*submit, f"--runtime-env-json={json.dumps(runtime)}", "--", *local.split()]
-    give_up_at = time.monotonic() + AGENT_S
-    while NO_AGENT in (done := place.run(*taken)).stderr and time.monotonic() < give_up_at:
-        time.sleep(1.0)
+    (container,) = job["spec"]["submitterPodTemplate"]["spec"]["containers"]
+    *words, given = container["command"]
+    assert (words[0], given) == ("python", entrypoint)
+    by_kuberay = [f"RAY_DASHBOARD_ADDRESS={place.address.removeprefix('http://')}", "RAY_JOB_SUBMISSION_ID=rendered-1"]
+    command = ["env", *by_kuberay, sys.executable, *words[1:], f"cd {ROOT} && exec {local}"]  # as in the image's folder
+    refused = place.run(*command, token="other")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: lost sight of rendered-1 (")
+    done = place.run(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["step"] for row in place.rows("rendered")] == list(range(1, 21))
-    refused = place.run(*submit, "--", "true", token="other")
-    assert refused.returncode != 0
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("submitted rendered-1", "rendered-1: SUCCEEDED")
+    assert len([line for line in lines if line.startswith("finished 20 steps")]) == 1
+    again = place.run(*command)  # as of a pod that was evicted
+    assert (again.returncode, again.stdout.splitlines()) == (0, lines[1:]), again.stderr
 
 
 def test_a_pods_drain_ends_its_raylet_and_starts_no_python_worker(ray_folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 After a change that is meant: GOLDEN=write .venv/bin/python -m pytest tests/unit/test_submit_render.py
 """
 
+import json
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from regrow.config.schema import Network, PretrainConfig, SubmitJobConfig
+from regrow.config.schema import Network, PretrainConfig, SubmitConfig, SubmitJobConfig
 from regrow.config.store import pretrain_config, to_dataclass, to_dict
 from regrow.control.membership import ENDS_WITH_JOB
 from regrow.drill.processes import wait_until_gone
@@ -32,7 +33,7 @@ from regrow.forecast.memory import plan_snapshot_memory
 from regrow.forecast.settle import settled
 from regrow.model.size import state_bytes
 from regrow.submit.check import broken_rules
-from regrow.submit.pods import drain_command, grace_s, longest_restart_s, sizes
+from regrow.submit.pods import drain_command, grace_s, longest_restart_s, sizes, submitter_pod
 from regrow.submit.render import MAX_NAME, entrypoint, job_name, render, to_yaml
 from regrow.submit.submit import pretrain_arguments, submit
 from support.crd import NEEDS_CRD, rayjob_schema
@@ -200,22 +201,18 @@ HOSTILE = [
 ]
 
 
-def test_the_entrypoint_survives_the_submitters_shell_and_the_jobs() -> None:
-    """KubeRay pastes it into a bash command; `ray job submit` joins the words anew; the job runs it in a shell."""
+def test_the_entrypoint_survives_kubernetes_and_the_jobs_shell() -> None:
+    """Kubernetes replaces in a container's command; the job runs it in a shell; another's submitter, in two."""
     show = [sys.executable, "-c", "import sys; print(ascii(sys.argv[1:]))"]
-    line = entrypoint(HOSTILE)
-    submitter = f"{shlex.join(show)} {line}"
-    words = subprocess.run(["bash", "-c", submitter], capture_output=True, text=True, check=True).stdout
-    assert words.strip() == ascii(["python", "-m", "jobs.pretrain", *HOSTILE])
-    job = shlex.join([*show, *shlex.split(line)])  # as ray.dashboard.modules.job.cli does
-    assert subprocess.run(["sh", "-c", job], capture_output=True, text=True, check=True).stdout == words
-
-
-def test_ray_quotes_the_entrypoint_as_this_relies_on() -> None:
-    import ray
-
-    source = Path(ray.__file__).parent / "dashboard" / "modules" / "job" / "cli.py"
-    assert "shlex.join(entrypoint)" in source.read_text()
+    line = entrypoint([*HOSTILE, "model.name=$(HOME)$$"])
+    (container,) = submitter_pod(SubmitConfig(), "image", {}, line, {"run": "$(HOME)"})["spec"]["containers"]
+    *_, metadata, given = [each.replace("$$", "$") for each in container["command"]]
+    assert "$(" not in "".join(container["command"]).replace("$$", "")
+    assert (json.loads(metadata), given) == ({"run": "$(HOME)"}, line)
+    for shell in ("sh", "bash"):
+        job = f"{shlex.join(show)} {given}"
+        words = subprocess.run([shell, "-c", job], capture_output=True, text=True, check=True).stdout
+        assert words.strip() == ascii(["python", "-m", "jobs.pretrain", *HOSTILE, "model.name=$(HOME)$$"])
 
 
 @hypothesis_given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True))

@@ -1,5 +1,7 @@
 """The pods of a Ray cluster: a head that runs the driver, and workers that run ranks; how many and how large. Pure."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -205,14 +207,18 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
     return {"metadata": {"labels": {**labels, "regrow/role": "worker"}}, "spec": pod}
 
 
-def submitter_pod(submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
-    """Pod template of the Kubernetes Job that submits and follows; KubeRay writes its command.
+def submitter_pod(
+    submit: SubmitConfig, image: str, labels: dict[str, str], entrypoint: str, metadata: Mapping[str, str]
+) -> Fields:
+    """Pod template of the Kubernetes Job that has Ray run the entrypoint and follows it.
 
     Kept in its place like the head: KubeRay counts its ends, whatever they are of.
     """
     resources = {"cpu": "1", "memory": "2Gi"}
+    command = ["python", "-m", "regrow.submit.submitter", json.dumps(metadata), entrypoint]
     container = {
         **_container("ray-job-submitter", submit, image, {}, credentials=False),
+        "command": [each.replace("$", "$$") for each in command],  # Kubernetes reads $(NAME), and $$ as $
         "resources": {"requests": resources, "limits": dict(resources)},
     }
     pod = {
@@ -222,8 +228,8 @@ def submitter_pod(submit: SubmitConfig, image: str, labels: dict[str, str]) -> F
         "securityContext": _pod_security(),
         "containers": [container],
     }
-    metadata = {"labels": {**labels, "regrow/role": "submitter"}, "annotations": dict(NOT_MOVED)}
-    return {"metadata": metadata, "spec": pod}
+    about = {"labels": {**labels, "regrow/role": "submitter"}, "annotations": dict(NOT_MOVED)}
+    return {"metadata": about, "spec": pod}
 
 
 def drain_command(drain_s: int) -> str:

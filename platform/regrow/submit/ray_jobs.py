@@ -94,6 +94,20 @@ def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
         time.sleep(POLL_S)
 
 
+async def show(client: JobSubmissionClient, job: str, shown: int, *, silence_s: float | None = None) -> int:
+    """Write what the log has beyond so many characters, until it ends, the connection does, or nothing came for so
+    long; how many there are."""
+    seen, now = 0, asyncio.get_running_loop().time
+    with contextlib.suppress(RuntimeError, TimeoutError):  # the connection broke; nothing came
+        async with asyncio.timeout(silence_s) as silence:
+            async for lines in client.tail_job_logs(job):
+                seen += len(lines)
+                sys.stdout.write(lines[max(0, len(lines) - max(0, seen - shown)) :])
+                sys.stdout.flush()
+                silence.reschedule(None if silence_s is None else now() + silence_s)
+    return max(seen, shown)
+
+
 def _is_of_this_machine(error: Exception) -> bool:
     """A file of the checkout that cannot be read, or no room for its archive: nothing was sent."""
     is_of_a_connection = isinstance(error, ConnectionError | TimeoutError)
@@ -144,7 +158,7 @@ class RayJobs:
         try:
             while True:
                 ended = self.client.get_job_status(job) not in ALIVE
-                shown = asyncio.run(self._show(job, shown))
+                shown = asyncio.run(show(self.client, job, shown))
                 if ended:
                     break
                 time.sleep(POLL_S)
@@ -165,16 +179,6 @@ class RayJobs:
         status, line = ending(self.client.get_job_logs(job))
         print(line, file=sys.stderr)
         return status
-
-    async def _show(self, job: str, shown: int) -> int:
-        """Write what the log has beyond so many characters, until it ends or the connection does."""
-        seen = 0
-        with contextlib.suppress(RuntimeError):  # the connection broke
-            async for lines in self.client.tail_job_logs(job):
-                seen += len(lines)
-                sys.stdout.write(lines[max(0, len(lines) - max(0, seen - shown)) :])
-                sys.stdout.flush()
-        return max(seen, shown)
 
     def describe(self) -> list[str]:
         """How the run's jobs are doing, the newest first."""

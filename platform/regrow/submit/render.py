@@ -62,6 +62,7 @@ def render(config: SubmitJobConfig, code: Code, arguments: Sequence[str]) -> lis
 
 def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], name: str, labels: dict[str, str]) -> Manifest:
     submit, size, image = config.submit, sizes(config, config.submit), image_of(config.submit, code)
+    command, about = entrypoint(arguments), {"run": config.run.name, "git_sha": code.git_sha or "unknown"}
     scaling = autoscales(submit, size.least_nodes, size.most_nodes)
     idle_s = submit.idle_timeout_s or ceil(longest_restart_s(config) * IDLE_FACTOR)
     autoscaler = {
@@ -107,13 +108,13 @@ def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], name: st
         **({"suspend": True} if submit.queue is Queue.kueue else {}),  # until Kueue admits it
         "submissionMode": "K8sJobMode",
         "submitterConfig": {"backoffLimit": SUBMITTER_RETRIES},
-        "submitterPodTemplate": submitter_pod(submit, image, labels),
+        "submitterPodTemplate": submitter_pod(submit, image, labels, command, about),
         "backoffLimit": submit.retries,
         **({"activeDeadlineSeconds": submit.deadline_s} if submit.deadline_s is not None else {}),
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": submit.keep_s,
-        "entrypoint": entrypoint(arguments),
-        "metadata": {"run": config.run.name, "git_sha": code.git_sha or "unknown"},
+        "entrypoint": command,
+        "metadata": about,
         "rayClusterSpec": cluster,
     }
     metadata = {
@@ -167,7 +168,7 @@ def autoscales(submit: SubmitConfig, least_nodes: int, most_nodes: int) -> bool:
 
 
 def entrypoint(arguments: Sequence[str]) -> str:
-    """The job's command, quoted for a shell; Ray quotes it anew when the submitter passes it on."""
+    """The job's command, quoted for the shell that Ray runs it in."""
     return shlex.join(["python", "-m", "jobs.pretrain", *arguments])
 
 
