@@ -181,6 +181,32 @@ def test_a_node_that_comes_is_answered_by_the_group_that_grows() -> None:
     assert outcome.seconds == pytest.approx(given.rows[GROWN_AT]["time"] - BORN - 25)
 
 
+@pytest.mark.parametrize(
+    ("stopped_at", "woken_at", "start_step", "holds"),
+    [
+        (9, None, 9, True),  # 11 steps were trained without a snapshot
+        (9, 22.0, 9, True),
+        (9, 20.0, 9, False),  # it ran again before the worker died
+        (9, None, 6, False),  # older than what it had
+        (15, None, 9, False),
+    ],
+)
+def test_steps_that_were_trained_while_a_keeper_was_stopped_are_not_held_against_snapshots(
+    stopped_at: int, woken_at: float | None, start_step: int, holds: bool
+) -> None:
+    """A drill on a busy machine had a worker killed in the tenth second of a stopped keeper: 17 steps, as promised."""
+    given = events_with("generation", 1, recomputed_steps=20 - start_step, start_step=start_step)(evidence())
+    stop = {"record": "fault", "number": 1, "kind": "stop_keeper", "what": "stop_keeper", "step": stopped_at}
+    records = [
+        *given.records,
+        stop | {"time": BORN + 15, "world_size": 3, "victims": [{"what": "keeper", "node": "node3", "pid": 9}]},
+    ]
+    if woken_at is not None:
+        records.append({"record": "note", "number": 1, "what": "continued", "time": BORN + woken_at, "processes": 1})
+    (found,) = (each for each in judge(replace(given, records=records)) if "costs at most" in each.claim)
+    assert found.holds is holds, found.details
+
+
 Change = Callable[[Evidence], Evidence]
 
 

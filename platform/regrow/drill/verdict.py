@@ -363,16 +363,27 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
         lost_at_once, copies = _holders_lost(own), min(evidence.copies, max(1, len(nodes) - 1))
         nodes = {worker["node"] for worker in event["workers"]} or nodes
         is_corrupted = event["cause"] == "corrupted" or any(last < at <= event["time"] for at in corrupted_at)
-        steps, last = event.get("recomputed_steps", 0), event["time"]
+        steps, held_from = event.get("recomputed_steps", 0), _held_up_from(evidence, own, last, event["time"])
+        trained_to, last = event.get("start_step", 0) + steps, event["time"]
         lost, most = lost + steps, max(most, steps)
         if is_corrupted:  # back to what was verified before, whatever else failed
             wrong += [f"generation {event['generation']} took back {steps} steps"] * (
                 steps > 2 * evidence.verify_every + AGAIN
             )
-        elif lost_at_once <= copies and steps > evidence.most_lost * max(1, len(own)):
+        elif lost_at_once <= copies and steps > evidence.most_lost * max(1, len(own)) + max(0, trained_to - held_from):
             source = event.get("source", "?")
             wrong.append(f"generation {event['generation']} took back {steps} steps, its state from the {source}")
     return _verdict("", claim, wrong, f"{lost} steps lost over {len(failed)} failures, at most {most} at once")
+
+
+def _held_up_from(evidence: Evidence, own: Sequence[Row], since: float, until: float) -> float:
+    """The step at which a keeper was stopped that was still so as the group failed: training waits five seconds for
+    its snapshots, and goes on without. Infinity where there was none."""
+    failures = _named(evidence.events, "failure", key="event")
+    failed_at = min((each["time"] for each in failures if since < each["time"] <= until), default=until)
+    woken = {note["number"]: note["time"] for note in _notes(evidence.records, "continued")}
+    stopped = [each for each in own if each["kind"] == "stop_keeper" and woken.get(each["number"], until) > failed_at]
+    return min((fault["step"] for fault in stopped), default=math.inf)
 
 
 def _no_false_eviction(evidence: Evidence) -> Verdict:
