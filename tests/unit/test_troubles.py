@@ -915,6 +915,16 @@ def test_what_waits_on_the_host_of_a_newcomer_that_broke_a_group_is_not_tried_in
     assert told.control.ending is None
 
 
+def test_what_waits_on_a_newcomers_host_is_tried_where_no_group_may_be_without_it_and_none_is_to_blame() -> None:
+    """The newcomers were tried again and again, though one of another host broke all groups."""
+    told = Told(min_workers=4, max_workers=4)
+    training(told, A, B, one(5, "c"), one(6, "d"))
+    told(e.Died((("c", 5), ("d", 6)), 2, Cause.worker_died, "gone"))
+    new = newcomers(10, "bad", "n0", "n0", "n0")
+    assert [each.id for each in told.form(A, B, *new).members] == ["m1", "m2", "m10", "m11"]
+    assert broken_with(told, A, B, *new) == ["m1", "m2", "m12", "m13"]
+
+
 def test_what_waits_on_a_host_that_trains_is_tried_in_place_of_one_that_broke_a_group() -> None:
     told = Told(max_workers=3)
     training(told, A, B)

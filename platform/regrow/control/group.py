@@ -191,7 +191,7 @@ class Group(Losses):
             for node in dict.fromkeys(each.node for each in members):
                 self.nodes.failed(node, now, again=False, is_spared=True)
             self._expel(dict.fromkeys(members, BROKE_ALONE), now, counts=False)
-            membership.avoided = self.nodes.excluded(now)
+            membership.avoided = self.nodes.excluded(now)  # it may be in quarantine now
             hold_back(self)
 
     # a group trains, and leaves
@@ -245,6 +245,7 @@ class Group(Losses):
         for member, counts in going.items():
             self._expel({member: BROKE_FIRST if counts else ONE_OF_SEVERAL}, now, counts=counts)
         self.membership.held_back.clear()
+        self.membership.their_nodes.clear()
 
     def _prove(self) -> None:
         """The newest group's members have done a step together."""
@@ -299,15 +300,16 @@ def has_lost(membership: Membership) -> bool:
 
 
 def hold_back(group: Group) -> None:
-    """Newcomers that the next group does without, if it can, and with them what else waits on their hosts, but for
-    hosts of members that have done steps."""
+    """Newcomers that the next group does without, if it can, and then also without what else waits on their hosts, but
+    for hosts of members that have done steps."""
     membership, first_steps = group.membership, group.first_steps
     membership.held_back = set(first_steps.held_back(lost=has_lost(membership)))
+    membership.their_nodes.clear()
     if membership.held_back:
         hosts = group.nodes.hosts([*membership.survivors, *membership.waiting.values()])
         proven = {host for member_id, host in hosts.items() if member_id in first_steps.proven}
-        away = first_steps.hosts(membership.held_back) - proven
-        membership.avoided |= {each.node for each in membership.waiting.values() if hosts[each.id] in away}
+        theirs = first_steps.hosts(membership.held_back) - proven
+        membership.their_nodes |= {each.node for each in membership.waiting.values() if hosts[each.id] in theirs}
 
 
 def tell_spares(group: Group) -> None:

@@ -106,6 +106,7 @@ class Membership:
     expected: int = 1  # announced for a start from nothing, and not lost since
     avoided: set[str] = field(default_factory=set)  # nodes
     held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
+    their_nodes: set[str] = field(default_factory=set)  # on which others wait, but none that have done steps
     least: int = 0  # members of a group, while it takes so many to tell which unit computes wrong
     placed: dict[str, int] = field(default_factory=dict)  # by node, workers that live there or start
     spares: tuple[Member, ...] = ()  # that wait, as a group with them would take as long for a step, or be too large
@@ -246,9 +247,9 @@ class Membership:
 
     @property
     def has_others(self) -> bool:
-        """Whether a group can be formed of those that wait without any that are held back, or on nodes to be avoided:
-        else it is formed of all."""
-        return self._size(self._welcome(self.waiting.values())) > 0
+        """Whether a group can be formed of those that wait without any that are held back, that wait on their nodes, or
+        on nodes to be avoided."""
+        return self._size(self._apart(self.waiting.values())) > 0
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""
@@ -264,8 +265,8 @@ class Membership:
             if self.must_wait(now):
                 return None
         candidates = self._in_order()
-        welcome = self._welcome(candidates)
-        candidates = welcome if self._size(welcome) else candidates
+        choices = (self._apart(candidates), self._welcome(candidates), candidates)
+        candidates = next((each for each in choices if self._size(each)), [])
         size = self._size(candidates)
         if not size:
             return None
@@ -284,6 +285,9 @@ class Membership:
 
     def _welcome(self, members: Iterable[Member]) -> list[Member]:
         return [each for each in members if each.node not in self.avoided and each.id not in self.held_back]
+
+    def _apart(self, members: Iterable[Member]) -> list[Member]:
+        return [each for each in self._welcome(members) if each.node not in self.their_nodes]
 
     def _size(self, members: Iterable[Member]) -> int:
         """Of the largest group that these can form, or of the one in its place; 0: none."""
