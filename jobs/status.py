@@ -7,6 +7,7 @@ from collections.abc import Callable
 from regrow.config.schema import SubmitConfig
 from regrow.errors import ClusterError
 from regrow.program import program
+from regrow.record.log import LogReader
 from regrow.record.run_folder import find_run, read_status
 from regrow.record.status import Status
 from regrow.show.status import show
@@ -47,7 +48,8 @@ def source(options: argparse.Namespace) -> tuple[Callable[[], Status], float]:
     if run.startswith("ray://"):
         raise ClusterError(f"{run} is a Ray Client's address; name the dashboard's, http://HOST:8265")
     storage = find_run(run)
-    return lambda: read_status(storage), 2.0
+    log = LogReader(storage)
+    return lambda: read_status(storage, log=log), 2.0
 
 
 if __name__ == "__main__":

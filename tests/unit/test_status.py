@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,18 +20,19 @@ from typing import Any
 import pytest
 import requests
 import yaml
+from jobs import status as status_job
 from ray.job_submission import JobStatus
 
 from regrow.errors import ClusterError, RegrowError
 from regrow.record import log as run_log
-from regrow.record.events import Cause, Generation, Submitted
+from regrow.record.events import Cause, Generation, Note, Stopped, Submitted
 from regrow.record.history import History
 from regrow.record.lock import LOCK_FILE, is_held, lock_run
 from regrow.record.log import METRIC_KEYS, RANKS, LogReader, RunLog, encode, read_metrics
 from regrow.record.run_folder import read_node_snapshots, read_ranks, read_status, why_unwritable
 from regrow.record.status import State, Status, status_of
 from regrow.show.status import body, describe, heading, one_line
-from regrow.storage import Storage
+from regrow.storage import RemoteStorage, Storage
 from regrow.submit import job_status
 from regrow.submit.job_status import _newest, is_here, on_kubernetes, on_ray, use_token
 from support import stand_in_kubectl
@@ -593,6 +594,42 @@ def test_of_an_object_store_the_newest_segments_are_read_and_what_was_rolled_bac
         assert read_status(storage, T0 + 101).step == 45
         log.begin(3, 42)
         assert read_status(storage, T0 + 101).step == 42
+
+
+def test_a_watched_run_in_an_object_store_is_read_again_only_where_it_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every look read all events of weeks."""
+    storage, num_read = Storage.at(f"memory://{tmp_path}"), list[int]()
+
+    def counted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(self: RemoteStorage, name: str, *how: Any) -> Any:
+            content = read(self, name, *how)
+            num_read.append(len(content) if name.startswith("events-") else 0)
+            return content
+
+        return counting
+
+    monkeypatch.setattr(run_log, "SEGMENT_BYTES", 20_000)
+    for read in (RemoteStorage.read_with, RemoteStorage.read_bytes):
+        monkeypatch.setattr(RemoteStorage, read.__name__, counted(read))
+    storage.write_bytes("config.yaml", yaml.safe_dump(CONFIG).encode())
+    options: Any = SimpleNamespace(run=f"memory://{tmp_path}")
+    with RunLog(storage) as log:
+        log.event(Submitted(host="elsewhere", time=T0))
+        for number in range(45):
+            log.event(Note(time=T0 + number, text="x" * 2000))
+            log.flush()
+        look, _ = status_job.source(options)
+        assert look().submitted_at == T0
+        assert sum(num_read) > 80_000
+        num_read.clear()
+        log.event(Stopped(time=T0 + 50, reason="finished"))
+        log.flush()
+        found = look()
+        assert 0 < sum(num_read) < 20_000
+        assert found == read_status(storage, found.as_of)
+        assert found.state is State.finished
 
 
 def test_who_holds_the_run_is_seen_by_its_lock(tmp_path: Path) -> None:

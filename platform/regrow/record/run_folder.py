@@ -18,7 +18,7 @@ from regrow.errors import RegrowError, ResumeError, first_line
 from regrow.record.events import Submitted
 from regrow.record.history import History
 from regrow.record.lock import is_held
-from regrow.record.log import EVENTS, METRICS, RANKS, read_events, read_metrics
+from regrow.record.log import EVENTS, METRICS, RANKS, LogReader, read_metrics
 from regrow.record.status import Status, status_of
 from regrow.storage import Storage, join_location, local_path, path_of
 
@@ -86,13 +86,14 @@ def write_record(
     return True
 
 
-def read_status(storage: Storage, now: float | None = None) -> Status:
+def read_status(storage: Storage, now: float | None = None, *, log: LogReader | None = None) -> Status:
     """What the run in this folder does now; of long logs of steps only the end is read: runs last for weeks.
 
+    `log` is one that is kept for the next look: of events it reads again only what has changed.
     Raises RegrowError where the folder holds no run.
     """
     config = run_config(storage)
-    history = History.of_logs(read_metrics(storage, tail=True), read_events(storage))
+    history = History.of_logs(read_metrics(storage, tail=True), (log or LogReader(storage)).events())
     newest, report = history.newest(Submitted), None
     with contextlib.suppress(OSError, ValueError):
         report = json.loads(storage.read_bytes("report.json"))
