@@ -28,10 +28,8 @@ from regrow.errors import ConfigError
 from regrow.model.linears import phase_end
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.topology import ranks_of_unit
-from regrow.program import program
 from regrow.runtime.hardware.peak import peak_flops
-from regrow.runtime.opened import check_start
-from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, on_first_rank_at_length, process_group
+from regrow.runtime.torchrun import TorchrunRun, for_this_group, process_group, program_of_a_rank
 from regrow.show.console import Console
 from regrow.state.entries import Progress
 from regrow.train.build import build_step, loop_settings, meter_of, verified_rows
@@ -82,7 +80,6 @@ def main(arguments: list[str]) -> None:
     config = pretrain_config(arguments)
     with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
         config = for_this_group(config, device)
-        on_first_rank_at_length(partial(check_start, config))
         if (run := TorchrunRun(config, console)).is_done:
             return
         with run.errors_in_its_log():
@@ -92,6 +89,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with program():
+    with program_of_a_rank():
         main(sys.argv[1:])
-    end_process()

@@ -4,12 +4,13 @@ The call is left behind in a thread. One inside C++ would then hold up the inter
 so that a program ends through `leaving`.
 """
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 Result = TypeVar("Result")
 _left_behind: list[threading.Thread] = []
@@ -44,9 +45,16 @@ def leaving() -> Iterator[None]:
         yield
     except SystemExit as ending:
         if any(thread.is_alive() for thread in _left_behind):
-            if isinstance(ending.code, str):
-                print(ending.code, file=sys.stderr)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
+            leave(ending.code)
         raise
+
+
+def leave(code: str | int | None) -> NoReturn:
+    """End this process as sys.exit(code) does, but at once: without the interpreter's finalization."""
+    if isinstance(code, str):
+        with contextlib.suppress(OSError):  # what it is piped to has ended
+            print(code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

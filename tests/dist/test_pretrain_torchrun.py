@@ -480,6 +480,58 @@ def test_what_a_callback_raises_ends_a_run_in_one_line_after_its_traceback(
     assert (stopped["reason"], stopped["detail"]) == ("failed", line)
 
 
+RAISES_ALONE = """
+import os, time
+import torch.distributed as dist
+class Raises:
+    def after_step(self, row):
+        if row["step"] == 3 and os.environ["RANK"] == "1":
+            dist.destroy_process_group = lambda: time.sleep(600)
+            raise KeyError("third")
+    def state(self):
+        return {}
+"""
+
+
+def test_a_rank_that_fails_alone_says_why_and_ends_though_its_group_cannot_be_destroyed(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    """NCCL's waits for peers that are in a collective: before, so did the rank that they wait for, without a word."""
+    (tmp_path / "site" / "alone.py").write_text(RAISES_ALONE)
+    settings = [f"data.corpora.rows={corpus}", "train.callback=alone:Raises"]
+    done = pretrain(environment, tmp_path, "alone", *settings, ranks=2)
+    assert done.returncode == 1
+    assert "\nerror: train.callback=alone:Raises: after_step raised KeyError: 'third'\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        ("", 0, ""),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise SystemExit(7)", 7, ""),
+        ("raise ConfigError('a line')", 1, "error: a line\n"),
+        ("raise KeyError('third')", 1, "KeyError: 'third'\n"),
+    ],
+)
+def test_a_rank_ends_at_once_and_destroys_its_group_only_where_it_succeeds(raised: str, status: int, said: str) -> None:
+    program = f"""
+import atexit
+import torch.distributed as dist
+from regrow.errors import ConfigError
+from regrow.runtime.torchrun import process_group, program_of_a_rank
+atexit.register(print, "finalized")
+destroy = dist.destroy_process_group
+dist.destroy_process_group = lambda: (print("destroyed"), destroy())
+with program_of_a_rank(), process_group(60.0):
+    {raised or "pass"}
+"""
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout) == (status, "" if raised else "destroyed\n"), done.stderr
+    assert done.stderr.endswith(said)
+
+
 def test_an_error_that_ends_a_run_is_in_its_log(tmp_path: Path, corpus: Path) -> None:
     """Before, the next job took the end for a death: `driver_died`."""
     arguments = [f"run.storage_path={tmp_path}", "run.name=error", f"data.corpora.rows={corpus}", *SMALL]

@@ -295,7 +295,7 @@ def test_a_signal_amid_a_write_to_what_does_not_read_is_heard() -> None:
 
 
 def test_a_rank_of_torchrun_ends_well_where_what_it_writes_to_is_gone() -> None:
-    script = "from regrow.runtime.torchrun import end_process; print('a line'); end_process()"
+    script = "from regrow.deadline import leave; print('a line'); leave(None)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,14 @@ from regrow.control.phases import PATIENCE
 from regrow.control.verification import Outcome, named
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
+from regrow.deadline import leave
 from regrow.errors import ConfigError, DataError, NotWrittenError, RegrowError
 from regrow.forecast.settle import settled
 from regrow.model.linears import recipe_after
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
 from regrow.parallel.stream import stream_of
+from regrow.program import program
 from regrow.record import events
 from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
@@ -39,7 +41,7 @@ from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.interfaces import address_towards, meet_at
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.interrupts import StopRequest
-from regrow.runtime.opened import Opened, last_step, open_folder
+from regrow.runtime.opened import Opened, check_start, last_step, open_folder
 from regrow.runtime.patient_log import PatientLog
 from regrow.runtime.run_folder import Run
 from regrow.runtime.trusted import by_the_log
@@ -59,7 +61,10 @@ Value = TypeVar("Value")
 
 @contextlib.contextmanager
 def process_group(timeout_s: float) -> Iterator[torch.device]:
-    """The default group, of torchrun's ranks or of this process alone; this rank's device."""
+    """The default group, of torchrun's ranks or of this process alone; this rank's device.
+
+    It outlasts an error: NCCL's waits for peers to destroy it, which are in a collective that they wait for.
+    """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
     device = device or torch.device("cpu")
     if device.type == "cuda":
@@ -71,10 +76,8 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         _meet(dist.PrefixStore("addresses", store), rank, world_size)
     dist.init_process_group(BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    yield device
+    dist.destroy_process_group()
 
 
 def _meet(store: dist.Store, rank: int, world_size: int) -> None:
@@ -94,16 +97,24 @@ def _is_loopback(address: str) -> bool:
     return not address or ipaddress.ip_address(address).is_loopback
 
 
-def end_process() -> NoReturn:
-    """End this process, whose work is done, without the interpreter's finalization.
+@contextlib.contextmanager
+def program_of_a_rank() -> Iterator[None]:
+    """As `program`; this process ends with it, at once, without the interpreter's finalization.
 
-    A thread of gloo may still hold the tensors of the last collective: where it lets go of them during finalization,
-    it is unwound through C++ as it asks for the interpreter's lock, and a run that has succeeded ends by SIGABRT.
+    That would wait for peers, too, after an error. After none, a thread of gloo may still hold the tensors of the last
+    collective: where it lets go of them during finalization, it is unwound through C++ as it asks for the interpreter's
+    lock, and a run that has succeeded ends by SIGABRT.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # what it is piped to has ended
-            stream.flush()
-    os._exit(0)
+    code: str | int | None = None
+    try:
+        with program():
+            yield
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    leave(code)
 
 
 def on_first_rank_at_length(work: Callable[[], Value]) -> Value:
@@ -229,6 +240,7 @@ class TorchrunRun:
         Where the last step is committed already, `is_done` is true, and it is of no other use.
         """
         self.config, self.console, self.rank = config, console, rank()
+        on_first_rank_at_length(lambda: check_start(config))
         _look_up_on_all(config.train.callback)
         self.corpora = _corpora_of_all(config, console)
         self._opened: Opened | None = None  # the first rank's
