@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -665,6 +666,28 @@ def refusal_of_a_host_apart(arguments: list[str], mounted: Path) -> str:
     with Console(sys.stderr) as console, pytest.raises(DataError) as refused:
         TorchrunRun(config, console)
     return str(refused.value)
+
+
+def test_ranks_on_several_kinds_of_gpu_have_the_numbers_of_the_smallest() -> None:
+    """Before, each rank those of its own: their collectives did not match."""
+    settings = ["model=1b", "data=fineweb_edu", "parallel.dtype=bfloat16"]
+    h100, h200, mixed = (
+        run_ranks(numbers_on, 2, kinds, settings) for kinds in ([H100, H100], [H200, H200], [H200, H100])
+    )
+    assert h100[0] != h200[0]
+    assert mixed == h100
+
+
+H100, H200 = ("NVIDIA H100 80GB HBM3", 80 << 30), ("NVIDIA H200", 141 << 30)
+
+
+def numbers_on(kinds: Sequence[tuple[str, int]], settings: list[str]) -> tuple[int, int, bool | None, str]:
+    name, memory_bytes = kinds[dist.get_rank()]
+    torch.cuda.get_device_name = lambda device: name
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=memory_bytes)
+    config = for_this_group(pretrain_config(settings), torch.device("cuda", 0))
+    parallel = config.parallel
+    return parallel.pp, parallel.slices_per_pass, parallel.sync_every_micro_batch, config.cluster.name
 
 
 def refusal(arguments: list[str]) -> str:

@@ -142,9 +142,10 @@ def on_first_rank_at_length(work: Callable[[], Value]) -> Value:
 
 
 def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConfig:
-    """The configuration of a run whose group has this size from its first step to its last, on such a device.
+    """The configuration of a run whose group has this size from its first step to its last, on such devices: of several
+    kinds it is settled for the one with the least memory, so that all ranks have the same numbers.
 
-    Raises ConfigError.
+    Collective. Raises ConfigError on all ranks.
     """
     checkpoint, world_size = config.checkpoint, dist.get_world_size()
     if checkpoint.automatic or checkpoint.every_minutes is not None:
@@ -167,7 +168,10 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
         )
     if config.cluster.backend is Backend.asynchronous:
         raise ConfigError("cluster.backend=asynchronous: without Ray collectives on CPUs are gloo's; leave it out")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else config.cluster.name
+    name = config.cluster.name
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        _, name = min(gather((memory_bytes, torch.cuda.get_device_name(device))))
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
     return settled(replace(config, cluster=cluster))[0]
