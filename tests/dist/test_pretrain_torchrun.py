@@ -668,6 +668,27 @@ def refusal_of_a_host_apart(arguments: list[str], mounted: Path) -> str:
     return str(refused.value)
 
 
+def test_a_host_on_which_the_runs_folder_is_its_own_is_named_on_all_ranks(tmp_path: Path, corpus: Path) -> None:
+    """Before, checkpoints were committed of which the second host had its part for itself: none could be restored."""
+    arguments = [f"run.storage_path={tmp_path}/runs", "run.name=own", f"data.corpora.rows={corpus}", *SMALL]
+    told = run_ranks(refusal_of_a_folder_apart, 2, arguments, tmp_path / "scratch")
+    said = f"run.storage_path={tmp_path}/runs on host-1 is another folder than on host-0; give one that all hosts share"
+    assert told == [f"{said}, or a URI"] * 2
+
+
+def refusal_of_a_folder_apart(arguments: list[str], mounted: Path) -> str:
+    """What this rank is told, where the second one has another folder under the path than the first."""
+    rank = dist.get_rank()
+    torchrun.socket.gethostname = lambda: f"host-{rank}"
+    opened.SEEN_WITHIN_S = 0.5
+    if rank:
+        opened.run_folder = lambda config: Storage.at(mounted)
+    config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
+    with Console(sys.stderr) as console, pytest.raises(ConfigError) as refused:
+        TorchrunRun(config, console)
+    return str(refused.value)
+
+
 def test_ranks_on_several_kinds_of_gpu_have_the_numbers_of_the_smallest() -> None:
     """Before, each rank those of its own: their collectives did not match."""
     settings = ["model=1b", "data=fineweb_edu", "parallel.dtype=bfloat16"]

@@ -55,6 +55,11 @@ class Claim:
             if folder.create(_name(newest), content) and folder.read_bytes(_name(newest)) == content:
                 return Claim(folder, newest, content)
 
+    @property
+    def file(self) -> str:
+        """Its name in the folder."""
+        return _name(self.number)
+
     def check(self, *, within_s: float = 0.0) -> None:
         """Raises Superseded if another one has begun to write, as far as was known `within_s` ago; OSError."""
         with self._lock:

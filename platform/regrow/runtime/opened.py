@@ -1,18 +1,25 @@
 """A run's folder as the first rank of a group without Ray opens it: locked, claimed, never a live job's by mistake."""
 
+import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TextIO
 
 from regrow.config.schema import PretrainConfig
+from regrow.errors import ConfigError
 from regrow.record.claim import Claim, newest_claim
 from regrow.record.lock import lock_run
 from regrow.record.run_folder import run_folder
 from regrow.runtime.ended import end_again
 from regrow.runtime.liveness.pulse import started_at
 from regrow.runtime.run_folder import Run, check_may_start, find_or_create, write_config
+from regrow.state.collective import gather
+from regrow.storage import Storage
+
+SEEN_WITHIN_S = 5.0  # on other hosts: NFS keeps for a while what it knows of a folder
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,33 @@ def open_folder(config: PretrainConfig, manifest_sha256: str, tell: Callable[[st
     claim = Claim.take(run.folder, job=job, restarted=bool(job))  # not by the count: a host that joins adds nothing
     write_config(run, config)
     return Opened(run, lock, claim)
+
+
+def check_is_shared(config: PretrainConfig, file: str, content: str) -> None:
+    """Whether each rank finds in the run's folder what the first one has just written there, a file's name and content.
+
+    Collective; raises ConfigError on all ranks where one does not, as its checkpoints could never be restored.
+    """
+    folder, host = run_folder(config), socket.gethostname()
+    found = not folder.is_local or _is_found(folder, file, content.encode())
+    hosts = gather((host, found))
+    for name, is_there in hosts:
+        if not is_there:
+            raise ConfigError(
+                f"run.storage_path={config.run.storage_path} on {name} is another folder than on {hosts[0][0]}; "
+                "give one that all hosts share, or a URI"
+            )
+
+
+def _is_found(folder: Storage, file: str, content: bytes) -> bool:
+    give_up_at = time.monotonic() + SEEN_WITHIN_S
+    while True:
+        with contextlib.suppress(OSError):
+            if folder.read_bytes(file) == content:
+                return True
+        if time.monotonic() >= give_up_at:
+            return False
+        time.sleep(0.1)
 
 
 def _resumed(config: PretrainConfig) -> PretrainConfig:

@@ -41,7 +41,7 @@ from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.interfaces import address_towards, meet_at
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.interrupts import StopRequest
-from regrow.runtime.opened import Opened, check_start, last_step, open_folder
+from regrow.runtime.opened import Opened, check_is_shared, check_start, last_step, open_folder
 from regrow.runtime.patient_log import PatientLog
 from regrow.runtime.run_folder import Run
 from regrow.runtime.trusted import by_the_log
@@ -248,10 +248,11 @@ class TorchrunRun:
         _look_up_on_all(config.train.callback)
         self.corpora = _corpora_of_all(config, console)
         self._opened: Opened | None = None  # the first rank's
-        run_id, resumed_step, self.is_done = on_first_rank_at_length(self._open)
-        self.run = Run(run_folder(config), run_id, resumed_step)
-        if self.is_done:
+        run_id, resumed_step, claimed = on_first_rank_at_length(self._open)
+        self.run, self.is_done = Run(run_folder(config), run_id, resumed_step), claimed is None
+        if claimed is None:
             return
+        check_is_shared(config, *claimed)
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._cause = events.Cause.start if self.run.resumed_step is None else events.Cause.resume
@@ -266,9 +267,10 @@ class TorchrunRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
-    def _open(self) -> tuple[str, int | None, bool]:
+    def _open(self) -> tuple[str, int | None, tuple[str, str] | None]:
         self._opened = open_folder(self.config, self.corpora.sha256, self.message)
-        return self._opened.run.run_id, self._opened.run.resumed_step, self._opened.claim is None
+        run, claim = self._opened.run, self._opened.claim
+        return run.run_id, run.resumed_step, (claim.file, claim.content.decode()) if claim is not None else None
 
     def _newest_step(self) -> int:
         """Of the committed checkpoints; 0 where there is none. Collective."""
