@@ -202,6 +202,29 @@ def test_a_host_on_which_processes_hang_before_they_join_again_and_again_is_left
     assert len(told.records("note")) == len(told.records("unfit")) == 3
 
 
+@pytest.mark.parametrize("others", [(), (("new", 9),)])
+def test_a_pid_that_comes_round_again_is_another_process(others: tuple[tuple[str, int], ...]) -> None:
+    """What had been so of the one before held for it at once: that it had been heard of, was late, or was to end."""
+    told, late = training("a", "b"), [("new", 6), ("new", 7), ("new", 8)]
+    started(told, *late, seconds=COMES_S - 10.0)
+    told.join(one(6, "new"))  # late, and then heard of
+    died(told, 7, "new")  # late, and dead before it joined
+    assert started(told, late[2], seconds=20.0).to_end == {late[2]}
+    died(told, 6, "new")
+    died(told, 8, "new", "worker_hung", "it hung before it joined")
+    told.join(one(9, "new"))
+    if others:  # that are late
+        started(told, *others, seconds=20.0)
+    told.now += 40 * 86400.0
+    if others:
+        started(told, *others, seconds=20.0)
+    told.clear()
+    assert started(told, *late, seconds=AGAIN_S) == StartedAnswer(frozenset(), frozenset())
+    assert started(told, *late, seconds=4.0) == StartedAnswer(frozenset(), frozenset())
+    assert len(told.records("note")) == 3
+    assert started(told, *late, seconds=COMES_S).to_end == {*late}
+
+
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_process_that_hangs_is_told_of_and_ended_where_the_others_wait_for_it_to_form_a_group(anew: bool) -> None:
     """No group can be formed without it, and the run waited for ever, without a word."""

@@ -297,6 +297,30 @@ def test_a_process_that_dies_at_the_start_leaves_those_that_start_with_it() -> N
     ]
 
 
+def test_a_worker_with_the_pid_of_one_that_was_replaced_weeks_before_is_another_one() -> None:
+    """It was ended as it joined, and would have been as it joined again, and so on."""
+    told = Told(min_workers=2)
+    told.form(one(1, "a"), one(2, "b"), one(3, "c"))
+    told.begin("abc")
+    for _ in range(300):  # as Ray Train tells of it
+        told(e.Died((("c", 3),), 2, "worker_died", "gone"))
+        told.now += 2.0
+    assert len(told.records("failure")) == 1
+    assert told.form(one(1, "a"), one(2, "b")).members == (one(1, "a"), one(2, "b"))
+    told.join(replace(one(3, "c"), id="back", started=1))
+    assert told.ask("back").over, "its node was cut off, and is back"
+    assert told.of(c.Kill) == [c.Kill("c", 3, 1)]
+    told.clear()
+    told.now += 40 * 86400.0
+    told.join(replace(one(3, "c"), id="new", started=2))
+    told.form(one(1, "a"), one(2, "b"))
+    assert [member.id for member in told.control.group.membership.current] == ["m1", "m2", "new"]
+    assert not told.of(c.Kill)
+    told.begin("abc")
+    told(e.Died((("c", 3),), 2, "worker_died", "it exited"))
+    assert [failure["detail"] for failure in told.records("failure")] == ["it exited"]
+
+
 def test_a_process_that_its_node_finds_gone_has_died_and_did_not_hang() -> None:
     """Where the group stands still for it before its keeper has told of that."""
     told = training("ab")

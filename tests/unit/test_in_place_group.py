@@ -36,6 +36,7 @@ from ray.train.v2._internal.execution.worker_group.state import WorkerGroupConte
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.control import events as e
+from regrow.control.losses import REMEMBERED_S
 from regrow.record.events import Cause
 from regrow.runtime import late_starts, ray_train
 from regrow.runtime.backend import last_line
@@ -424,6 +425,10 @@ def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_m
     group.meanwhile = [(3, worker(13, "other")), (7, worker(27, "new"))]
     group.poll()
     assert group.poll()[0] == [0, 1, 2, 16, 27, 13]
+
+
+def test_a_death_is_remembered_for_as_long_as_it_is_told_again() -> None:
+    assert REMEMBERED_S >= 2 * ray_train.FORGET_S
 
 
 def test_a_worker_that_hangs_before_it_joins_is_ended_and_its_place_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ class Group(Losses):
     def join(self, event: Joined, now: float) -> None:
         """One that Ray Train has replaced is turned away: its node was cut off and is back, or Ray was mistaken."""
         member = event.member
-        if self._is_turned_away(member) or member.id in self.expelled:
+        if self._is_turned_away(member, now) or member.id in self.expelled:
             return
         self.nodes.met(member)
         quarantined, exclusions = self.nodes.exclusions.quarantined(now), self.nodes.exclusions

@@ -1,7 +1,8 @@
 """What is done about processes that are lost, that hang, or that have trouble of their own. Pure."""
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from regrow.control.arrivals import Arrivals, kind_of
 from regrow.control.commands import Connect, GiveUp, Kill, Outbox, TellOver
@@ -17,7 +18,24 @@ from regrow.control.troubles import LOSSES, FirstSteps, Troubles
 from regrow.control.verification import Finding
 from regrow.record.events import Cause
 
+REMEMBERED_S = 1200.0  # Ray Train tells of a death again and again for half as long; a pid comes round much later
 SUSPECTED = (Cause.node_silent, Cause.worker_hung, Cause.worker_died)  # of several the first is told
+
+
+@dataclass
+class Ended:
+    """Processes, by node and pid, that Ray Train has found dead or given up, and tells of or did until lately."""
+
+    _told_at: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def tell(self, processes: Iterable[tuple[str, int]], now: float) -> list[tuple[str, int]]:
+        """Those of these that are told of for the first time."""
+        new = [each for each in processes if not self.has(each, now)]
+        self._told_at |= dict.fromkeys(processes, now)
+        return new
+
+    def has(self, process: tuple[str, int], now: float) -> bool:
+        return now - self._told_at.get(process, -math.inf) < REMEMBERED_S
 
 
 @dataclass
@@ -39,7 +57,7 @@ class Losses:
     formation: Formation | None = None  # the newest
     last_failure: str = ""
     num_failures: int = 0
-    ended: set[tuple[str, int]] = field(default_factory=set)  # node and pid of processes that Ray Train has replaced
+    ended: Ended = field(default_factory=Ended)  # those that Ray Train has replaced
     turned_away: set[str] = field(default_factory=set)  # members among them that came back
     troubles: Troubles = field(default_factory=Troubles)
     expelled: set[str] = field(default_factory=set)  # members whose trouble is their own
@@ -68,18 +86,18 @@ class Losses:
 
     def died(self, event: Died, now: float) -> None:
         """Ray Train has found processes dead, or given them up."""
-        gone, membership = set(event.processes), self.membership
-        self.going -= gone
-        if gone <= self.ended:  # told again
+        gone, membership = self.ended.tell(event.processes, now), self.membership
+        self.going.difference_update(event.processes)
+        if not gone:  # told again
             return
         known = {(each.node, each.pid): each for each in [*membership.current, *membership.waiting.values()]}
         if event.cause == Cause.worker_hung:  # they are to go
-            self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(gone - self.ended))
+            self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(gone))
         if self.ending is None and not any(self.keepers.is_dead(node) for node, _ in gone):
-            self.nodes.died(event, now)
-        self.ended |= gone
+            self.nodes.died(replace(event, processes=tuple(gone)), now)
+        self.nodes.heard_of.difference_update(gone)
         self.troubles.forget(gone)
-        dead = [known[each].id for each in event.processes if each in known]
+        dead = [known[each].id for each in gone if each in known]
         self._lose(dead, event.cause, event.detail, now, left=event.left)
 
     def gone(self, event: Gone, now: float) -> None:
@@ -122,7 +140,7 @@ class Losses:
 
     def trouble(self, event: Trouble, now: float) -> None:
         """Whose it is, is known once the others of its group have come again, or said that they have it too."""
-        if self._is_turned_away(event.member):
+        if self._is_turned_away(event.member, now):
             return
         self.nodes.met(event.member)
         self.membership.announce(event.expected)
@@ -262,8 +280,8 @@ class Losses:
             nodes = self.keepers.known_of(member.node for member in self.membership.current)
             self.out.append(TellOver(self.generation, nodes))
 
-    def _is_turned_away(self, member: Member) -> bool:
-        if (member.node, member.pid) not in self.ended:
+    def _is_turned_away(self, member: Member, now: float) -> bool:
+        if not self.ended.has((member.node, member.pid), now):
             return False
         self.turned_away.add(member.id)
         self.out.append(kill(member))

@@ -89,7 +89,9 @@ class NodeFailures:
     membership: Membership
     out: Outbox
     machines: dict[str, str] = field(default_factory=dict)  # the hosts of all nodes that workers have come from
-    heard_of: set[tuple[str, int]] = field(default_factory=set)  # by node and pid, processes that have said something
+    heard_of: set[tuple[str, int]] = field(
+        default_factory=set
+    )  # by node and pid, living processes that have said something
     hears_ray: bool = False  # before, what Ray Train tells may be of an earlier coordinator's time
     with_gpu_errors: dict[str, int] = field(
         default_factory=dict

@@ -1,5 +1,6 @@
 """Processes that were started long ago, and say nothing: they hold places that others could have. Pure."""
 
+import math
 from dataclasses import dataclass, field
 
 from regrow.control.commands import Outbox, Reply
@@ -22,11 +23,13 @@ class Unheard:
     _since: dict[tuple[str, int], float] = field(default_factory=dict)  # when one was told of first
     _noted: set[tuple[str, int]] = field(default_factory=set)
     _to_end: set[tuple[str, int]] = field(default_factory=set)
+    _looked_at: float = -math.inf
 
     def look(self, event: Started, now: float) -> None:
         """Say which are heard of, and which are to end; a host on which that happens again and again is left alone."""
         group = self.group
         members = {(each.node, each.pid) for each in [*group.membership.current, *group.membership.waiting.values()]}
+        self._keep({(node, pid) for node, pid, _ in event.processes}, now)
         heard = []
         for node, pid, age_s in event.processes:
             process, name = (node, pid), f"process {pid} on node {node[:12]}"
@@ -44,5 +47,12 @@ class Unheard:
             elif now - since > AGAIN_S and process not in self._noted:
                 self._noted.add(process)
                 self.out.record("note", text=f"{name} {said}: its device, a mount or a compiler may hang there")
-        told = {(node, pid) for node, pid, _ in event.processes}
-        self.out.append(Reply(StartedAnswer(frozenset(heard), frozenset(self._to_end & told))))
+        self.out.append(Reply(StartedAnswer(frozenset(heard), frozenset(self._to_end))))
+
+    def _keep(self, told: set[tuple[str, int]], now: float) -> None:
+        """Forget others than these: a pid comes round again. These too, if none was told of for long."""
+        told = told if now - self._looked_at <= COMES_S else set()
+        self._looked_at = now
+        self._since = {process: since for process, since in self._since.items() if process in told}
+        self._noted &= told
+        self._to_end &= told
