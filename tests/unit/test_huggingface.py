@@ -36,7 +36,7 @@ from regrow.record.claim import Claim
 from regrow.record.lock import lock_run
 from regrow.record.run_folder import checkpoints_of, read_record, write_record
 from regrow.record.unfinished import UNFINISHED
-from regrow.runtime.run_folder import Run, check_may_start, open_run
+from regrow.runtime.run_folder import Run, check_may_start
 from regrow.state.disk import tensors as tensors_module
 from regrow.state.disk.catalog import choose, open_checkpoint
 from regrow.state.disk.store import save_one_by_one
@@ -47,6 +47,7 @@ from regrow.state.exchange.huggingface import export_weights, hugging_face_name,
 from regrow.state.exchange.runs import average_run, export_run, import_of_model, import_run
 from regrow.storage import Storage
 from support.corpus import WordRecipe
+from support.opened import open_run
 from support.ragged import ragged_model
 from support.reference_llama import reference_logits
 from support.runs import save_run

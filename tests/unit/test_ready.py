@@ -32,6 +32,7 @@ def job(tmp_path: Path) -> Any:
         config=PretrainConfig(train=TrainConfig(validate_every_steps=0)),
         corpora=Corpora.at(tmp_path / "corpus"),
         folder=str(tmp_path / "run"),
+        run_id="run",
     )
 
 
@@ -61,6 +62,13 @@ def test_a_host_that_does_not_see_the_runs_folder_does_not_take_it_for_a_new_run
         check_here(job)
     (tmp_path / "run" / RUN_FILE).mkdir()
     with pytest.raises(ResumeError, match=rf"cannot be read on {HOST}: .*Is a directory"):
+        check_here(job)
+
+
+def test_a_host_whose_own_disk_has_a_run_of_this_name_is_not_fit(job: Any, tmp_path: Path) -> None:
+    """Its parts of checkpoints would be where no other host finds them."""
+    write_record(Storage.at(tmp_path / "run"), run_id="old", identity={}, manifest_sha256="")
+    with pytest.raises(ResumeError, match=rf"cannot be read on {HOST}: it has another run of this name there; is"):
         check_here(job)
 
 

@@ -18,8 +18,9 @@ from regrow.record.lock import lock_run
 from regrow.record.run_folder import identity, model_of, read_config, write_record
 from regrow.record.unfinished import filling
 from regrow.runtime import run_folder as module
-from regrow.runtime.run_folder import check_may_start, find_or_create, open_run, write_config
+from regrow.runtime.run_folder import check_may_start, find_or_create, write_config
 from regrow.storage import Storage, StorageError
+from support.opened import open_run
 
 
 def config(tmp_path: Path) -> PretrainConfig:

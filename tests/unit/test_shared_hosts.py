@@ -12,10 +12,10 @@ from regrow.config.schema import PretrainConfig
 from regrow.errors import CheckpointError
 from regrow.record.log import METRIC_KEYS, RunLog
 from regrow.runtime.keeper import delete_abandoned
-from regrow.runtime.run_folder import open_run
 from regrow.state.disk import store
 from regrow.state.memory.node import LOCK, KeeperNode
 from support.keepers import RUN, SECRET, cluster, entries_of, snapshot, state
+from support.opened import open_run
 from support.unprivileged import NOBODY
 
 

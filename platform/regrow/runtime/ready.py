@@ -60,6 +60,8 @@ def _check(job: Job) -> None:
     try:
         record = read_record(Storage.at(job.folder))
         problem = "" if record is not None else f"it has no {RUN_FILE} there"
+        if record is not None and record["run_id"] != job.run_id:
+            problem = "it has another run of this name there"
     except OSError as error:
         problem, failed = first_line(error), error
     if problem:

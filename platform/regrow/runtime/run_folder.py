@@ -65,13 +65,6 @@ def check_may_start(config: PretrainConfig) -> None:
     _refuse_changes(config, old, mine)
 
 
-def open_run(config: PretrainConfig, *, manifest_sha256: str) -> Run:
-    """Create the run's folder, or open it to go on, for a process that holds its lock. Raises as `find_or_create`."""
-    run = find_or_create(config, manifest_sha256=manifest_sha256)
-    write_config(run, config)
-    return run
-
-
 def write_config(run: Run, config: PretrainConfig) -> None:
     """Only where this job holds the run's lock: another one may be training it, by other settings."""
     run.folder.write_bytes(CONFIG_FILE, to_yaml(config).encode())
