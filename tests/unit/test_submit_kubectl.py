@@ -240,6 +240,18 @@ def test_stop_of_a_job_that_is_over_to_kuberay_alone_asks_ray(
     assert "asked llama8b-x1 to end after its step, with a checkpoint" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("status", [LATE, UNSEEN])
+def test_apply_deletes_no_job_that_trains_on(cluster: Cluster, status: dict[str, Any]) -> None:
+    """Before, it went without the checkpoint that stop has it commit."""
+    cluster.has_head()
+    cluster.has_job(status)
+    with pytest.raises(
+        ClusterError, match=rf"KubeRay alone \({status['reason']}\), and its cluster trains on: stop it"
+    ):
+        act("apply", "submit.follow=false")
+    assert not [verb for verb in cluster.verbs if verb.startswith(("delete", "apply"))]
+
+
 @pytest.mark.parametrize(("lines", "status", "line"), ENDINGS)
 def test_stop_of_a_job_past_its_deadline_waits_for_the_end_of_its_log(
     cluster: Cluster,

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from ray.job_submission import JobSubmissionClient
 
+from regrow.deadline import within
 from regrow.errors import ClusterError
 from regrow.submit import submitter
 from support.submission import rendered
@@ -39,8 +41,10 @@ class Head:
         asyncio.run_coroutine_threadsafe(self._start(port), self._loop).result()
 
     def end(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     async def _start(self, port: int) -> None:
         app = web.Application()
@@ -48,11 +52,11 @@ class Head:
         app.router.add_get("/api/jobs/", self._list)
         app.router.add_post("/api/jobs/", self._submit)
         app.router.add_get("/api/jobs/{job}/logs/tail", self._tail)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
-        self.address = "{}:{}".format(*runner.addresses[0])
+        self.address = "{}:{}".format(*self._runner.addresses[0])
 
     async def _version(self, request: web.Request) -> web.Response:
         if self.forbids:
@@ -180,6 +184,27 @@ def test_a_head_that_is_not_there_yet_is_waited_for(
     assert pauses == [submitter.AWAY_S] * 2
     line = f"http://127.0.0.1:{port} does not answer (Failed to connect to Ray at address: http://127.0.0.1:{port}."
     assert capfd.readouterr().out == f"{line}); asking again\n{JOB}: SUCCEEDED\n"
+
+
+def test_a_head_that_dies_before_it_answers_is_asked_again(
+    head: Head, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's client waits for its answer for good, and nothing else submits to the next head."""
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        address, asked = "http://{}:{}".format(*dead.getsockname()), list[str]()
+
+        def client(given: str) -> Any:
+            asked.append(given)
+            return JobSubmissionClient(address if len(asked) == 1 else given)
+
+        monkeypatch.setattr(submitter, "JobSubmissionClient", client)
+        monkeypatch.setattr(submitter, "AWAY_S", 0.0)
+        monkeypatch.setattr(submitter, "within", lambda seconds, ask: within(0.5 if len(asked) == 0 else seconds, ask))
+        run(head)
+    assert (
+        capfd.readouterr().out
+        == f"http://{head.address} does not answer (no answer within 0.5 s); asking again\n{JOB}: SUCCEEDED\n"
+    )
 
 
 def test_a_token_that_is_refused_is_another_status_and_one_line(head: Head) -> None:

@@ -185,8 +185,9 @@ def test_a_node_that_comes_is_answered_by_the_group_that_grows() -> None:
     ("stopped_at", "woken_at", "start_step", "holds"),
     [
         (9, None, 9, True),  # 11 steps were trained without a snapshot
-        (9, 22.0, 9, True),
-        (9, 20.0, 9, False),  # it ran again before the worker died
+        (9, 21.2, 9, True),  # before the death was noticed
+        (9, 20.5, 9, True),
+        (9, 19.5, 9, False),  # it ran again before the worker died
         (9, None, 6, False),  # older than what it had
         (15, None, 9, False),
     ],

@@ -20,6 +20,7 @@ LOSS_TOLERANCE = 1e-5  # in fp32, where reduction order alone may tell
 LEDGER_TOLERANCE = 0.01  # of wall time
 FEW_STEPS = 20  # of the full size, below which their median is not judged
 HOLD_NOTHING = ("stop_keeper", "restart_raylet")  # and lose no node
+AWAKE_S = 1.0  # of a keeper that was stopped, to take in the snapshots that wait for it
 EXPLAINS_S = 120.0  # a failure of a group that never trained is put down to a fault of so long before
 EVICTIONS = ("worker_died", "worker_hung", "node_silent")
 _NAMES_A_RANK = re.compile(r"(?i)(?:^|[^a-z])(?:rank|world|worker|replica|shard|peer)s?[-_.=]?\d|\d[-_]of[-_]\d")
@@ -377,11 +378,12 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
 
 
 def _held_up_from(evidence: Evidence, own: Sequence[Row], since: float, until: float) -> float:
-    """The step at which a keeper was stopped that was still so as the group failed: training waits five seconds for
-    its snapshots, and goes on without. Infinity where there was none."""
-    failures = _named(evidence.events, "failure", key="event")
-    failed_at = min((each["time"] for each in failures if since < each["time"] <= until), default=until)
-    woken = {note["number"]: note["time"] for note in _notes(evidence.records, "continued")}
+    """The step at which a keeper was stopped that was still so, or ran for less than AWAKE_S, as the first other fault
+    came: training waits five seconds for its snapshots, and goes on without. Infinity where there was none."""
+    failures = [each for each in _named(evidence.events, "failure", key="event") if since < each["time"] <= until]
+    causes = [fault for fault in own if fault["kind"] != "stop_keeper"] or failures
+    failed_at = min((each["time"] for each in causes), default=until)
+    woken = {note["number"]: note["time"] + AWAKE_S for note in _notes(evidence.records, "continued")}
     stopped = [each for each in own if each["kind"] == "stop_keeper" and woken.get(each["number"], until) > failed_at]
     return min((fault["step"] for fault in stopped), default=math.inf)
 

@@ -151,8 +151,7 @@ class KubeRay:
         if job is None:
             self.waiting.say(self.not_there())
             return 0
-        ray, deleting = status.get("jobId"), job["metadata"].get("deletionTimestamp")
-        trains = bool(ray) and not deleting and status.get("jobStatus") in TRAINS
+        ray, deleting, trains = status.get("jobId"), job["metadata"].get("deletionTimestamp"), _trains(job)
         head = head_of(self.kubectl, status) if trains else None
         over = status.get("jobDeploymentStatus") in ENDED  # to KubeRay, which lets Ray's job go on after some ends
         if over and head is None:
@@ -231,6 +230,7 @@ class KubeRay:
                 f"RayJob {self.name} is there ({state}): one run has one job; stop it first "
                 "(submit.action=stop), or choose another run.name"
             )
+        _check_is_over(self.kubectl, job)
         for each in manifests:
             self.kubectl.trial(to_yaml([each]))
         if deleting:
@@ -472,10 +472,28 @@ def _to_stdout(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+def _trains(job: Object) -> bool:
+    """Whether Ray's job has not ended, as far as KubeRay has seen, which lets it go on after some ends of its own."""
+    status = job.get("status") or {}
+    is_kept = not job["metadata"].get("deletionTimestamp")
+    return bool(status.get("jobId")) and is_kept and status.get("jobStatus") in TRAINS
+
+
+def _check_is_over(kubectl: Kubectl, job: Object) -> None:
+    """Raises ClusterError where a job that has ended, as KubeRay has it, trains on."""
+    if _trains(job) and head_of(kubectl, job["status"]):
+        name, why = job["metadata"]["name"], job["status"].get("reason") or job["status"]["jobDeploymentStatus"]
+        raise ClusterError(
+            f"RayJob {name} is over to KubeRay alone ({why}), and its cluster trains on: stop it first "
+            "(submit.action=stop), which has it commit a checkpoint; where Ray is dead there, kubectl delete rayjob "
+            f"{name}"
+        )
+
+
 def _state_line(status: Object) -> str:
     state, job = status.get("jobDeploymentStatus") or "New", status.get("jobStatus")
     parts = [f"{state}{f' ({job})' if job else ''}"]
     parts += [cause(str(status[key])) for key in ("reason", "message") if status.get(key)]
-    hint = NOT_RETRIED if status.get("reason") == UNSEEN_BY_KUBERAY else ""
-    hint = TRAINS_ON if status.get("reason") == LATE and job in TRAINS else hint
+    hint = TRAINS_ON if status.get("reason") in (LATE, UNSEEN_BY_KUBERAY) and job in TRAINS else ""
+    hint += NOT_RETRIED if status.get("reason") == UNSEEN_BY_KUBERAY else ""
     return ": ".join(parts) + hint

@@ -9,6 +9,7 @@ Ray, and with 1 where Ray refuses something: then Kubernetes starts another.
 """
 
 import asyncio
+import functools
 import json
 import sys
 import time
@@ -18,12 +19,14 @@ from os import environ
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from regrow.deadline import within
 from regrow.errors import ClusterError
 from regrow.process_log import say
 from regrow.program import program
 from regrow.submit.ray_jobs import ALIVE, AWAY, show, submit_job
 from regrow.submit.reasons import refusal
 
+ANSWER_S = 60.0  # for a question, of which Ray's client waits for good: a host may die before it answers
 AWAY_S = 2.0  # between looks for a head that is not there
 FIRST_S, LONGEST_S = 1.0, 60.0  # before the log is asked for again; longer where it had nothing new
 SILENCE_S = 300.0  # of a log, after which the head is asked whether it is there: a dead host closes no connection
@@ -44,7 +47,8 @@ def _follow(address: str, job: str, entrypoint: str, metadata: dict[str, str]) -
     while True:
         client, jobs = _answer(address)
         if job not in jobs:  # not yet, or another head
-            submit_job(client, entrypoint=entrypoint, submission_id=job, metadata=metadata)
+            about = {"entrypoint": entrypoint, "submission_id": job, "metadata": metadata}
+            within(ANSWER_S, functools.partial(submit_job, client, **about))
             say(f"submitted {job}")
             shown = 0
         before = shown
@@ -61,13 +65,17 @@ def _answer(address: str) -> tuple[JobSubmissionClient, dict[str | None, JobStat
     said = False
     while True:
         try:
-            client = JobSubmissionClient(address)
-            return client, {each.submission_id: each.status for each in client.list_jobs()}
+            return within(ANSWER_S, lambda: _ask(address))
         except OSError as error:
             if not said:
                 say(f"{address} does not answer ({refusal(error)}); asking again")
             said = True
         time.sleep(AWAY_S)
+
+
+def _ask(address: str) -> tuple[JobSubmissionClient, dict[str | None, JobStatus]]:
+    client = JobSubmissionClient(address)
+    return client, {each.submission_id: each.status for each in client.list_jobs()}
 
 
 if __name__ == "__main__":
