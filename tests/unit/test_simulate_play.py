@@ -90,6 +90,9 @@ def test_faults_that_are_drawn_can_be_played_and_are_those_of_the_estimate() -> 
     faults = drawn(inputs, 4)
     assert len(faults) > 20
     assert [each.at for each in faults] == sorted(each.at for each in faults)
+    varied = drawn(replace(inputs, spread=0.5).with_values(share_slow=0.2), 4)
+    assert len({each.vary for each in varied}) > 20
+    assert {each.lasts_s for each in varied if each.kind != "slow"} == {0.0}
     played, estimated = play(inputs, config, faults, wall_s=43200.0), estimate(inputs, 1, 4)
     assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
 

@@ -164,7 +164,7 @@ def drawn(inputs: Inputs, seed: int) -> list[Fault]:
         wrong = inputs["sdc_unnoticed_s"] * float(draws.heavy[row, 0]) if kind == "sdc" else 0.0
         vary = float(lognormal(draws.vary[row], inputs.spread)[0])
         where, nodes, away = (float(each[row, 0]) for each in (draws.where, draws.nodes, draws.away_s))
-        found.append(Fault(at, kind, where, int(nodes), float(delay[0]), away, wrong, vary))
+        found.append(Fault(at, kind, where, int(nodes), float(delay[0]), away, wrong, vary=vary))
     slow = (draws.slow_at, draws.slow_where, draws.slow_away_s, draws.slow_lasts_s, draws.slow_excess)
     for at, where, away, lasts, excess in zip(*(each[:, 0].tolist() for each in slow), strict=True):
         found.append(Fault(at, "slow", where, away_s=away, lasts_s=lasts, excess=excess))
