@@ -29,8 +29,9 @@ def device_of(config: PlanJobConfig) -> Device:
 
     from regrow.runtime.hardware.peak import peak_flops  # torch, which nothing else here needs
 
-    flops = peak_flops(torch.device("cpu"), config.parallel.dtype, config.observe.peak_tflops).flops
-    return share_of_this_machine(config, config.plan, flops)
+    given = config.observe.peak_tflops  # of one worker's device
+    flops = peak_flops(torch.device("cpu"), config.parallel.dtype, given).flops
+    return share_of_this_machine(config, config.plan, flops if given is None else flops * config.cluster.max_workers)
 
 
 def main(config: PlanJobConfig, *, as_json: bool) -> None:

@@ -681,6 +681,11 @@ def test_the_command_prints_tables_or_json_and_needs_no_torch_for_gpus():
     assert "assumed: " in text.stdout
 
 
+def test_a_peak_that_is_given_is_of_one_workers_device_also_where_workers_share_this_machine():
+    found = plan("--json", "cluster.max_workers=4", "observe.peak_tflops=0.5")
+    assert json.loads(found.stdout)["device"]["flops"] == pytest.approx(0.5e12), found.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "of_plan", "differs"),
     [
