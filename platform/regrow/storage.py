@@ -8,6 +8,7 @@ remote stores are retried with backoff until a deadline; what remains is a Stora
 import contextlib
 import math
 import os
+import re
 import secrets
 import shutil
 import time
@@ -37,6 +38,10 @@ NO_TRAILERS = ("MissingContentLength", "HTTP status 411")  # stores of an older 
 NO_TRAILERS_HELP = (
     "this store does not take checksums at the end of uploads; set AWS_REQUEST_CHECKSUM_CALCULATION=when_required and "
     "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required where the job runs"
+)
+# in a URI: a user with a password (behind a port is a path), or what an option signs
+CREDENTIALS = re.compile(
+    r"://[^\s:@/]*:(?!\d+/)[^\s@]+@|[?&](?i:sig|x-amz-signature|x-goog-signature|client_secret|secret_key)="
 )
 ONE_PUT_BYTES = 4 << 20  # up to which a file is one call: Arrow sends it once it is whole
 
@@ -243,6 +248,11 @@ class RemoteStorage(Storage):
         import pyarrow as pa
         from pyarrow import fs as arrow_fs
 
+        if CREDENTIALS.search(uri):
+            raise StorageError(
+                "a storage URI has a user and a password, or a signature, which logs and reports would show; leave it "
+                "out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what the store's own tools read"
+            )
         try:
             try:
                 filesystem, path = arrow_fs.FileSystem.from_uri(_impatient(uri))

@@ -135,7 +135,10 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         ),
         (["+cluster=gpu1", "data.seq_len=1000", "parallel.float8=tensorwise"], "must be a multiple of 16 on GPUs"),
         (["run.name=../x"], "run.name='../x'"),
-        (["run.storage_path=s3://me:word@bucket/x"], "run.storage_path has a user and a password in its URI"),
+        (
+            ["run.storage_path=s3://me:word@bucket/x"],
+            "run.storage_path has a user and a password, or a signature, in its URI",
+        ),
         (["+data.corpora.x=y", "model.rope_scaling.factor=8"], "model.rope_scaling.factor: model.rope_scaling is null"),
         (["train.steps"], "train.steps"),
         (["train.steps=a=b"], "train.steps=a=b: mismatched input '='"),
@@ -173,6 +176,10 @@ def test_credentials_in_a_uri_are_refused_and_not_shown(setting: str, secret: st
         with pytest.raises(ConfigError, match=rf"^{setting.lstrip('+')} has .*AWS_SECRET_ACCESS_KEY") as caught:
             rules(config)
         assert secret not in str(caught.value).replace("password", "")
+    for option in ("?sv=2024&sig=s3cr3t", "?region=x&X-Amz-Signature=s3cr3t"):
+        with pytest.raises(ConfigError, match="or a signature, in its URI") as caught:
+            check(pretrain_config([f"{setting}='abfss://runs@account.dfs.core.windows.net/x{option}'"]))
+        assert "s3cr3t" not in str(caught.value)
     for place in ("s3://bucket/a:b@c", "hdfs://node:8020/a@b"):  # no credentials
         check(pretrain_config([f"{setting}={place}", "data=text_files"]))
 

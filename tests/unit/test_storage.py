@@ -191,6 +191,16 @@ def test_locations_are_paths_or_uris(tmp_path: Path) -> None:
         _ = Storage.at("memory://x").local_path
 
 
+@pytest.mark.parametrize(
+    "uri", ["s3://me:pw12345@b/x?region=us-east-1", "abfss://c@a.dfs.core.windows.net/x?sig=pw12345"]
+)
+def test_a_uri_with_credentials_opens_nothing_and_is_not_shown(uri: str) -> None:
+    """jobs.evaluate wrote it into results.json."""
+    with pytest.raises(StorageError, match="a storage URI has a user and a password, or a signature") as caught:
+        Storage.at(uri)
+    assert "pw12345" not in str(caught.value)
+
+
 def test_a_tilde_is_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert path_of("~/x") == path_of(f"file://{tmp_path}/x") == Storage.at("~/x").local_path == tmp_path / "x"

@@ -129,7 +129,7 @@ def refused(last: str) -> RuntimeError:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("run.storage_path=s3://me:word@bucket/x", "run.storage_path has a user and a password in its URI"),
+        ("run.storage_path=s3://me:word@bucket/x", "run.storage_path has a user and a password, or a signature, in"),
         (
             "+submit.env.HF_TOKEN=word",
             "submit.env.HF_TOKEN is given as text; set it where the cluster's Ray is started",

@@ -26,8 +26,8 @@ from regrow.errors import BatchError, ConfigError
 from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
 from regrow.plan.mixture import plan_mixture
 from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
+from regrow.storage import CREDENTIALS
 
-CREDENTIALS = re.compile(r"://[^\s:@/]*:(?!\d+/)[^\s@]+@")  # in a URI; behind a port is a path
 LEAST_CPUS = 1e-4  # Ray rounds to it
 BFLOAT16_BETA = 0.99  # most with moments in bfloat16, which rounds changes of up to 2^-8 away; 1 - beta is the largest
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
@@ -177,8 +177,8 @@ def _check_no_credentials(config: PretrainConfig) -> None:
     for setting, place in [*written, *places_read(config.data)]:
         _need(
             not CREDENTIALS.search(place or ""),
-            f"{setting} has a user and a password in its URI, which logs and reports would show; leave them out, and "
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the job runs (on Kubernetes by a Secret: "
+            f"{setting} has a user and a password, or a signature, in its URI, which logs and reports would show; "
+            "leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the job runs (on Kubernetes by a Secret: "
             "submit.env_secret)",
         )
 

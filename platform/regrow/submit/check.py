@@ -12,11 +12,11 @@ from math import ceil
 from pathlib import PurePosixPath
 from typing import Any
 
-from regrow.config.check import CREDENTIALS, check_finite, places_read
+from regrow.config.check import check_finite, places_read
 from regrow.config.ray_health import LEAST_S
 from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
-from regrow.storage import is_remote, local_path
+from regrow.storage import CREDENTIALS, is_remote, local_path
 from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes
 from regrow.submit.render import MAX_NAME, Code, autoscales, image_of, job_name
 
