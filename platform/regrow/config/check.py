@@ -178,8 +178,8 @@ def _check_no_credentials(config: PretrainConfig) -> None:
         _need(
             not CREDENTIALS.search(place or ""),
             f"{setting} has a user and a password, or a signature, in its URI, which logs and reports would show; "
-            "leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the job runs (on Kubernetes by a Secret: "
-            "submit.env_secret)",
+            "leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the job runs (on "
+            "Kubernetes by a Secret: submit.env_secret)",
         )
 
 
