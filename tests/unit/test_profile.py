@@ -198,6 +198,24 @@ def test_a_process_whose_node_is_found_dead_soon_after_was_its_host(tmp_path: Pa
     assert [kind for _, kind in faults_of(RunLogs.read(str(tmp_path / "a")).history.events)] == ["host"]
 
 
+def test_a_process_whose_node_lived_on_was_not_its_host_though_that_is_dead_soon_after(tmp_path: Path) -> None:
+    def failure(at: float, number: int, rank: int = 1) -> dict[str, Any]:
+        what = {"cause": "worker_died", "detail": "", "generation": number, "ranks": [rank], "kind": "software"}
+        return event("failure", at, nodes=["b"], **what)
+
+    lost = event("node_lost", 75, node="b", host="b", drained=False)
+    ready = event("ready", 30, node="b", host="b", ranks=1, start_s=8.0, generation=2)
+    rows = [make_row(step, T0 + step, 1.0) for step in range(1, 10)]
+    for name, events, kinds in (
+        ("a", [failure(20, 1), ready, failure(55, 2), lost], ["software", "host"]),
+        ("b", [failure(20, 1), failure(55, 2), lost], ["software", "host"]),
+        ("c", [failure(20, 1), ready, lost], ["software"]),
+        ("d", [failure(54, 1), failure(55, 1, rank=2), lost], ["host", "host"]),  # both processes of a dead node
+    ):
+        run = RunLogs.read(write(tmp_path / name, rows, [event("submitted", 0), *events]))
+        assert [kind for _, kind in faults_of(run.history.events)] == kinds, name
+
+
 def test_a_slow_rank_that_recovered_says_how_much_and_how_long(tmp_path: Path) -> None:
     rows = [make_row(step, T0 + step, 1.0) for step in range(1, 200)]
     slow = {"kind": "slow_compute", "node": "b", "pid": 7, "rank": 1, "since": T0 + 30.0}

@@ -72,8 +72,8 @@ class RunLogs:
 
 def faults_of(events: Sequence[Event]) -> list[tuple[Event, str]]:
     """What failed, and which of the simulator's kinds it was: by the event, a node's death soon after, its cause."""
-    lost = [(event.time, event.node) for event in of_kind(events, NodeLost)]
     workers = workers_of(events)
+    was_its_host = _host_losses(events, workers)
     found: list[tuple[Event, str]] = []
     known = set[tuple[int | None, tuple[int, ...]]]()
     for event in events:
@@ -87,12 +87,33 @@ def faults_of(events: Sequence[Event]) -> list[tuple[Event, str]]:
         known.add(key)
         by_cause = KIND_OF[Cause(event.cause)] if event.cause in FAILURES else FaultKind.software
         kind = event.kind or str(by_cause)
-        nodes = nodes_of(event, workers)
-        soon = {node for time, node in lost if event.time - NODE_FOUND_S <= time <= event.time + NODE_FOUND_S}
-        if kind == FaultKind.software and soon.intersection(nodes):
+        if kind == FaultKind.software and was_its_host(event):
             kind = FaultKind.host
         found.append((event, str(kind)))
     return found
+
+
+def _host_losses(events: Sequence[Event], workers: Mapping[int, Sequence[Row]]) -> Callable[[Failure], bool]:
+    """Whether a node of a failure was found dead soon, and nothing says that it had outlived the failure: newcomers on
+    it, or a later group's failure there.
+    """
+    lost = [(event.time, event.node) for event in of_kind(events, NodeLost)]
+    lived: list[tuple[float, str, int | None]] = [(event.time, event.node, -1) for event in of_kind(events, Ready)]
+    for event in of_kind(events, Failure):
+        lived += [(event.time, node, event.generation) for node in nodes_of(event, workers)]
+
+    def outlived(failure: Failure, node: str, until: float) -> bool:
+        return any(
+            failure.time < time < until and name == node and number != failure.generation
+            for time, name, number in lived
+        )
+
+    def was_its_host(failure: Failure) -> bool:
+        nodes = nodes_of(failure, workers)
+        soon = [(time, node) for time, node in lost if node in nodes and abs(time - failure.time) <= NODE_FOUND_S]
+        return any(not outlived(failure, node, time) for time, node in soon)
+
+    return was_its_host
 
 
 def workers_of(events: Sequence[Event]) -> dict[int, list[Row]]:
