@@ -11,10 +11,10 @@ import pytest
 
 from regrow.errors import ConfigError
 from regrow.simulate.faults import delays
-from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy
+from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, mixed
 from regrow.simulate.profile import MOST_SAMPLES, Profile, kept
 from regrow.simulate.run_logs import RunLogs, faults_of
-from support.rows import T0, event, generation, make_row, run_with_losses, write
+from support.rows import T0, event, generation, make_row, run_with_losses, workers, write
 
 DAY = 86400.0
 RATES = {f"rate_{kind}": Figure(0.002, Origin.published, "a paper", 100) for kind in KINDS}
@@ -26,6 +26,7 @@ PRIOR = {
         name: Figure(10.0, Origin.assumed, "a guess")
         for name in ("form_base_s", "build_s", "restore_s", "first_step_s", "join_s", "respawn_s", "away_short_s")
     },
+    "restart_s": Figure(600.0, Origin.published, "a paper"),
     "communicators_s": Figure(17.0, Origin.published, "a paper"),
     "lost_committed_steps": Figure(0.2, Origin.assumed, "a guess"),
     "share_slow": Figure(0.05, Origin.assumed, "a guess"),
@@ -90,6 +91,34 @@ def test_what_was_measured_says_so_with_its_number_and_what_was_not_stays_what_i
     assert "a paper" in software.source
     for name in ("notice_gpu_s", "durable_back_s", "away_short_s", "slow_factor"):
         assert after.figures[name] == before.figures[name]
+
+
+def group_again(folder: Path, cause: str, *, at: float, back: int = 0, source: str = "checkpoint") -> str:
+    """4 ranks, steps of 1 s: all end after step 120, at 130, and are ready `at`, with `back` steps to do again."""
+    rows = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 121 - back)]
+    rows += [make_row(step, T0 + at + step - 120 + back, 1.0, 2) for step in range(121 - back, 141)]
+    span = {"from_step": 120, "to_step": 120 - back, "steps": back, "seconds": float(back)}
+    events = [
+        event("submitted", 0, min_workers=2, max_workers=4),
+        generation(1, 10, 4, 0, "start", workers=workers(*"abcd")),
+        event("failure", 130, cause=cause, detail="", generation=1),
+        *([event("rollback", at - 1, generation=2, **span)] if back else []),
+        generation(2, at, 4, 120 - back, cause, workers=workers(*"abcd"), source=source, recomputed_steps=back),
+    ]
+    return write(folder, rows, events)
+
+
+def test_a_death_of_the_controller_is_a_restart_of_all_and_says_nothing_of_how_survivors_form(tmp_path: Path) -> None:
+    folders = [run_with_losses(tmp_path / "a", losses=6), group_again(tmp_path / "b", "controller_died", at=156)]
+    profile = Profile.read(folders)
+    assert profile.of_figure("restart_s") == pytest.approx([26.0])
+    assert profile.of_figure("change_s", cause="controller_died") == pytest.approx([26.0])
+    found = profile.figures(PRIOR, 4)
+    assert found["form_base_s"].value <= mixed(PRIOR["form_base_s"], [1.5] * 6, "").value
+    assert found["restart_s"].value == pytest.approx((26.0 + 4 * 600.0) / 5)
+    alone = Profile.read(folders[:1])
+    for name in ("form_base_s", "build_s", "restore_s", "first_step_s"):
+        assert profile.of_figure(name) == alone.of_figure(name)
 
 
 def test_without_a_run_folder_inputs_are_what_was_published_again(tmp_path: Path) -> None:

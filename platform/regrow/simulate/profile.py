@@ -252,7 +252,9 @@ class Profile:
             kind, usual_s = kinds.get(before(formed, number)), self.usual_s.get(entry["ranks_before"] or 0, 0.0)
             if kind and entry["detect_s"] is not None:  # half of a step was done, on average, when it was struck
                 self._sample(f"notice_{kind}_s", cause, size, max(0.0, entry["detect_s"] - usual_s / 2))
-            if not waited:
+            if not waited and cause == Cause.controller_died:
+                self._sample("restart_s", cause, size, whole_s)
+            elif not waited:
                 model_s = positive((generation.startup_s or {}).get("model"))
                 self._sample("form_base_s", cause, size, max(0.0, regroup_s - model_s))
                 self._sample("build_s", cause, size, model_s)
