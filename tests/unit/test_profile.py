@@ -121,6 +121,17 @@ def test_a_death_of_the_controller_is_a_restart_of_all_and_says_nothing_of_how_s
         assert profile.of_figure(name) == alone.of_figure(name)
 
 
+@pytest.mark.parametrize("source", ["snapshot", "checkpoint"])
+def test_work_that_was_wrong_is_no_loss_wherever_the_state_before_it_is_from(tmp_path: Path, source: str) -> None:
+    deaths = run_with_losses(tmp_path / "a", losses=3)
+    for cause, unnoticed in (("corrupted", [100.0]), ("nonfinite", [])):
+        profile = Profile.read([deaths, group_again(tmp_path / cause, cause, at=133, back=100, source=source)])
+        assert profile.of_figure("sdc_unnoticed_s") == unnoticed
+        assert profile.of_figure("durable_back_s") == []
+        assert (profile.counts["losses"], profile.counts["lost_steps"]) == (3, 0)
+        assert profile.figures(PRIOR, 4)["lost_committed_steps"].value == 0.0
+
+
 def test_without_a_run_folder_inputs_are_what_was_published_again(tmp_path: Path) -> None:
     folder = run_with_losses(tmp_path / "a")
     assert Profile.read([folder]).applied(inputs()) != inputs()

@@ -84,6 +84,14 @@ def test_a_lost_node_stays_away_until_the_plan_brings_another() -> None:
     assert back.mean.ratios["capacity_goodput"] > away.mean.ratios["capacity_goodput"]
 
 
+def test_results_that_were_wrong_are_done_again_from_as_long_before_as_they_went_unseen() -> None:
+    made, plan = profile(), [Planned(40, "sdc")]
+    none = predict(made, config(), plan, last_step=60, plays=3).mean
+    made.samples["sdc_unnoticed_s", "corrupted", 3] += [20.0] * 3
+    found = predict(made, config(), plan, last_step=60, plays=3).mean
+    assert found.lost_steps == pytest.approx(none.lost_steps + 20, abs=1)
+
+
 def test_a_drained_node_is_left_in_good_order_before_it_goes() -> None:
     plan = [Planned(20, "drain", deadline_s=15.0)]
     found = predict(profile(), config(), plan, last_step=60, plays=3).mean

@@ -260,13 +260,15 @@ class Profile:
                 self._sample("build_s", cause, size, model_s)
                 self._sample("restore_s", cause, size, restore_s)
                 self._sample("first_step_s", cause, size, first_s)
-            if entry["source"] == "snapshot":
+            if cause in (Cause.corrupted, Cause.nonfinite):  # back to a state from before, wherever that is from
+                wrong_s = undone.get(number) or None if cause == Cause.corrupted else None
+                self._sample("sdc_unnoticed_s", cause, size, wrong_s)
+            elif entry["source"] == "snapshot":
                 self.counts["losses"] += 1
                 self.counts["lost_steps"] += entry["lost_steps"] or 0
                 self._sample("snapshot_every_steps", cause, size, spacing(generation.time))
-            if entry["source"] == "checkpoint" and undone.get(number):
-                name = "sdc_unnoticed_s" if cause == Cause.corrupted else "durable_back_s"
-                self._sample(name, cause, size, undone[number])
+            elif entry["source"] == "checkpoint" and undone.get(number):
+                self._sample("durable_back_s", cause, size, undone[number])
         started = next((each for each in ledger.attempts if each.generation), None)
         if started is not None and started.first_step_begin is not None:
             self._sample(

@@ -20,7 +20,7 @@ from typing import Any
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
 from regrow.errors import ConfigError
-from regrow.record.events import Cause, Event, Failure, Generation, Spares
+from regrow.record.events import Cause, Event, Failure, FaultKind, Generation, Spares
 from regrow.record.history import History
 from regrow.record.ledger import of_kind
 from regrow.record.log import Tail
@@ -405,6 +405,7 @@ class PlanPlayer(Player):
             where=where * up / self.total,  # one of the group's, as drills draw a rank
             notice_s=notice_s,
             away_s=FAR if takes_node else self._draw("respawn_s", "", 0),
+            unnoticed_s=self._draw("sdc_unnoticed_s", "", 0) if planned.what == FaultKind.sdc else 0.0,
         )
         self.causes[fault] = cause
         if planned.what != "drain":
