@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -914,6 +915,39 @@ def test_a_job_that_trains_nothing_or_has_other_settings_is_one_line(kubernetes:
         with pytest.raises(ClusterError, match=words) as caught:
             look()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cluster", ["kubernetes", "ray"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "run.storage_path=/d/${oc.env:MINE}",
+        r"run.storage_path=/d/$\{oc.env\:MINE\}",  # the same, as Hydra reads it
+        r"run={storage_path:/d/$\{oc.env\:MINE\}}",
+        "hydra.searchpath=[FOLDER] +theirs=file",
+    ],
+)
+def test_nothing_of_the_environment_that_looks_is_told_to_a_job_of_somebody_else(
+    cluster: str, argument: str, kubernetes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINE", "s3cr3t")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file.yaml").write_text("# @package _global_\nrun: {storage_path: '/d/${oc.env:MINE}'}\n")
+    words = shlex.join(argument.replace("FOLDER", f"file://{tmp_path}").split(" "))
+    entrypoint, told = f"python -m jobs.pretrain run.name=x {words}", list[Any]()
+    if cluster == "ray":
+        client = SimpleNamespace(list_jobs=lambda: [Job(entrypoint, 1)], submit_job=lambda **job: told.append(job))
+        monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: client)
+        look = on_ray("http://head:8265", run=None)
+    else:
+        store(kubernetes, "rayjobs.ray.io", "mine", {"metadata": {"name": "mine"}, "spec": {"entrypoint": entrypoint}})
+        look = on_kubernetes("mine", namespace="pretrain", context=None)
+    says = r"is for the job's own environment to fill in; name the run's folder$"
+    with pytest.raises(ClusterError, match=says) as caught:
+        look()
+    assert "s3cr3t" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not told
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,33 @@ def test_what_a_site_sets_of_the_run_reaches_the_job(tmp_path: Path) -> None:
     assert there.run.storage_path == config.run.storage_path
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "run.storage_path=/shared/${oc.env:TEAM}/runs",
+        "++run.name=x-${oc.env:TEAM}",
+        r"run.name=x-$\{oc.env\:TEAM\}",
+        r"run={storage_path:/shared/$\{oc.env\:TEAM\}}",
+    ],
+)
+@pytest.mark.parametrize("backend", ["kuberay", "ray"])
+def test_a_run_folder_that_the_jobs_environment_would_fill_in_is_refused(
+    backend: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM", "s3cr3t")
+    given = ["+cluster=h100x64", *OWN_CORPUS, argument, f"submit.backend={backend}"]
+    with pytest.raises(ConfigError, match=r"^\S+ has \$\{\.\.\.\}, .*; write what is meant$") as caught:
+        submit(compose(given), given)
+    assert str(caught.value).startswith(argument)
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_other_settings_may_be_for_the_jobs_environment_to_fill_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRROR", "/mnt/mirror")
+    given = ["+cluster=h100x64", "data.source=${oc.env:MIRROR}/corpus"]
+    assert pretrain_arguments(compose(given), given) == [*given, "cluster.address=auto"]
+
+
 def test_the_model_and_the_corpus_that_a_site_chooses_reach_the_job(tmp_path: Path) -> None:
     """A model's rope_scaling is no setting that could be given by itself where the model of before has none."""
     defaults = "defaults: [override /model: 1b, override /data: python_docs]"

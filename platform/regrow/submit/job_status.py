@@ -30,6 +30,7 @@ from regrow.submit.reasons import refusal, unix
 PRETRAIN = ("jobs.pretrain", "jobs/pretrain.py")  # as a command names it; the second, where Ray did not start it
 ANSWER_S, POLL_S = 180.0, 0.5  # for a small job on a Ray cluster, the first of which takes the checkout there
 EARLIER_S = 5.0  # by which two machines' clocks may differ
+FILLED_IN = re.compile(r"\$\\*\{")  # ${oc.env:NAME}, with or without the backslashes that Hydra takes away
 NOT_BEGUN = "holds no run that has begun"
 
 Look = Callable[[], Status]
@@ -114,7 +115,11 @@ def on_ray(address: str, *, run: str | None) -> Look:
 
 
 def _run_of(entrypoint: str) -> tuple[str, str]:
-    """The name and the folder of the run that a job's command trains. Raises ClusterError where it trains none."""
+    """The name and the folder of the run that a job's command trains.
+
+    Nothing of this machine's environment goes into them: the command may be anybody's. Raises ClusterError where it
+    trains none, or where it leaves anything to an environment.
+    """
     try:
         words = shlex.split(entrypoint)
     except ValueError as error:
@@ -122,6 +127,9 @@ def _run_of(entrypoint: str) -> tuple[str, str]:
     begin = next((number for number, word in enumerate(words, 1) if word.endswith(PRETRAIN)), None)
     if begin is None:
         raise ClusterError(f"the job runs {entrypoint!r}, not {PRETRAIN[0]}: it has no run to look at")
+    for word in words[begin:]:
+        if FILLED_IN.search(word) or "hydra.searchpath" in word:  # whose files may have it too
+            raise ClusterError(f"{word!r} is for the job's own environment to fill in; name the run's folder")
     try:
         config = pretrain_config(words[begin:])
     except ConfigError as error:

@@ -21,7 +21,7 @@ from regrow.record.provenance import ROOT, git_sha, untracked
 from regrow.record.run_folder import run_location
 from regrow.storage import local_path
 from regrow.submit.check import broken_rules, check_may_apply, check_secrets, check_storage, check_submit
-from regrow.submit.job_status import use_token
+from regrow.submit.job_status import FILLED_IN, use_token
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
 from regrow.submit.pods import stop_s
@@ -174,13 +174,21 @@ def pretrain_arguments(
     """The user's own arguments, as they were given, and what else makes up the same run, on the cluster it runs in.
 
     A site may choose the model and the corpus (`files`), and set what is the run's, as where it is stored: that is
-    added where it differs without the site. Raises ConfigError where no arguments give it.
+    added where it differs without the site. Raises ConfigError where no arguments give it, or where the run's name or
+    storage is not told by them alone.
     """
+    for each in given:
+        if _key(each) in _FOLDER and FILLED_IN.search(each):
+            raise ConfigError(
+                f"{each} has ${{...}}, which the job's environment would fill in, maybe not as this one does; write "
+                "what is meant"
+            )
     kept = [each for each in given if _key(each).split(".")[0] not in OURS and _key(each) not in _PLACE]
     cluster = replace(config.cluster, address="auto", local_nodes=0)
     return pretrain_overrides(replace(config, cluster=cluster), [*kept, JOIN], files)
 
 
+_FOLDER = ("run", "run.name", "run.storage_path")  # what makes up the run's folder
 _PLACE = ("cluster.address", "cluster.local_nodes")  # where the submitter would have run it
 
 
