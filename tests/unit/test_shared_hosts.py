@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from regrow.errors import CheckpointError
 from regrow.record.log import METRIC_KEYS, RunLog
 from regrow.runtime.keeper import delete_abandoned
 from regrow.state.disk import store
-from regrow.state.memory.node import LOCK, KeeperNode
+from regrow.state.memory.node import LOCK, KeeperNode, delete_run
 from support.keepers import RUN, SECRET, cluster, entries_of, snapshot, state
 from support.opened import open_run
 from support.unprivileged import NOBODY
@@ -93,6 +94,21 @@ def test_another_users_leftovers_are_let_be_whatever_they_are(tmp_path: Path) ->
     assert time.monotonic() - begun < 10
     assert theirs.exists()
     assert not ours.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
+def test_at_the_end_of_a_run_another_users_folders_of_its_id_are_let_be(tmp_path: Path) -> None:
+    theirs, ours, mine = (tmp_path / f"regrow-{'a' * 16}-{node * 12}" for node in "012")
+    for folder in (theirs, ours, mine):
+        folder.mkdir()
+    os.mkfifo(theirs / LOCK)  # to open it would wait for ever
+    os.chown(theirs, NOBODY, NOBODY)
+    (ours / LOCK).touch()
+    deleting = threading.Thread(target=delete_run, args=(mine, f"regrow-{'a' * 16}-*"), daemon=True)
+    deleting.start()
+    deleting.join(30.0)
+    assert not deleting.is_alive()
+    assert [theirs.exists(), ours.exists(), mine.exists()] == [True, False, False]
 
 
 def test_nothing_that_no_keeper_has_made_is_deleted_where_snapshots_are_kept(tmp_path: Path) -> None:

@@ -386,13 +386,19 @@ def is_served(folder: Path) -> bool:
         return not folder.exists() or time.time() - last_used(folder) < MAKING_S
 
 
+def _is_left(folder: Path) -> bool:
+    """Whether a keeper of this user made a folder and is gone. In another user's nothing is opened."""
+    with contextlib.suppress(FileNotFoundError):  # it went just now
+        return files.is_mine(folder) and not is_served(folder)
+    return False
+
+
 def take_over_leftovers(mine: Path, pattern: str, alive: Callable[[], set[str]]) -> None:
     """What keepers of the same run left on this host, as nodes that are gone: the newest is this one's now.
 
     The others are deleted: snapshots need the room. `pattern` are the run's folders, by whose ends `alive` tells nodes.
     """
-    found = [folder for folder in mine.parent.glob(pattern) if folder != mine and files.is_mine(folder)]
-    left = [folder for folder in found if not is_served(folder)]
+    left = [folder for folder in mine.parent.glob(pattern) if folder != mine and _is_left(folder)]
     for folder in sorted(left, key=last_used, reverse=True) if left else ():
         if not any(folder.name.endswith(node) for node in alive()):
             with contextlib.suppress(OSError):
@@ -410,7 +416,7 @@ def delete_run(mine: Path, pattern: str) -> None:
     """
     give_up_at = time.monotonic() + DELETE_S
     while True:
-        left = [folder for folder in mine.parent.glob(pattern) if folder == mine or not is_served(folder)]
+        left = [folder for folder in mine.parent.glob(pattern) if folder == mine or _is_left(folder)]
         for folder in left:
             with contextlib.suppress(OSError):
                 if files.is_mine(folder):
