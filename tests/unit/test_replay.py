@@ -11,6 +11,7 @@ from regrow.config.plain import to_yaml
 from regrow.config.schema import PretrainConfig
 from regrow.drill.faults import DEAD_MOUNT, KINDS, SLOW_RANK, WORKER
 from regrow.errors import ConfigError
+from regrow.record.events import Generation
 from regrow.record.log import encode
 from regrow.simulate.profile import Profile
 from regrow.simulate.replay import (
@@ -19,6 +20,7 @@ from regrow.simulate.replay import (
     Compared,
     Outcome,
     Planned,
+    PlanPlayer,
     Prediction,
     plan_of_drill,
     plan_of_run,
@@ -171,6 +173,38 @@ def test_a_finished_run_is_predicted_from_its_own_faults(tmp_path: Path) -> None
     assert found.was.generations == found.predicted.mean.generations == 13
     assert all(agrees for *_, agrees in found.causes.values()), found.causes
     assert any("goodput" in line for line in found.lines())
+
+
+def test_a_change_with_few_samples_is_not_drawn_from_restarts_of_all(tmp_path: Path) -> None:
+    """Two deaths of 0.6 s each, and a resume of 32 s in between."""
+    starts = {1: 10.0, 2: 30.6, 3: 92.0, 4: 112.6}
+    rows = [
+        make_row(20 * number - 20 + step, T0 + at + step, 1.0, number, world_size=3 if number in (2, 4) else 4)
+        for number, at in starts.items()
+        for step in range(1, 21)
+    ]
+    short = {"init_s": 0.4, "restore_s": 0.2, "source": "snapshot", "recomputed_steps": 0}
+    events = [
+        event("submitted", 0, min_workers=2),
+        generation(1, starts[1], 4, 0, "start", workers=workers(*"abcd")),
+        event("failure", 30, cause="worker_died", generation=1, ranks=[3], nodes=["d"], kind="software"),
+        generation(2, starts[2], 3, 20, "worker_died", workers=workers(*"abc"), **short),
+        event("submitted", 60, min_workers=2),
+        generation(3, starts[3], 4, 40, "resume", workers=workers(*"abcd")),
+        event("failure", 112, cause="worker_died", generation=3, ranks=[3], nodes=["d"], kind="software"),
+        generation(4, starts[4], 3, 60, "worker_died", workers=workers(*"abc"), **short),
+        event("stopped", 133, step=80, reason="finished"),
+    ]
+    made = Profile.read([write(tmp_path / "a", rows, events)])
+    assert made.of_figure("change_s", cause="resume") == pytest.approx([32.0])
+    plan = plan_of_run(RunLogs.read(str(tmp_path / "a")))
+    assert len(plan) == 2
+    for seed in range(20):
+        player = PlanPlayer(made, config(), plan, last_step=80, seed=seed)
+        player.outcome()
+        later = [each.init_s for each in player.log.events if isinstance(each, Generation)][1:]
+        assert later
+        assert max(later) < 2.0
 
 
 @pytest.mark.parametrize("every_steps", [1, 8, "auto"])

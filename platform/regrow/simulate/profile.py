@@ -103,12 +103,13 @@ class Profile:
         """World sizes at which groups trained."""
         return set(self.usual_s)
 
-    def of_figure(self, name: str, *, cause: str = "", size: int = 0) -> list[float]:
-        """Samples of a figure, of all causes and sizes where none are given; the newest 256."""
+    def of_figure(self, name: str, *, cause: str = "", size: int = 0, without: Collection[str] = ()) -> list[float]:
+        """Samples of a figure, of all causes and sizes where none are given but `without` these causes; at most 256,
+        evenly over their order."""
         found = [
             value
             for (figure, of_cause, of_size), values in self.samples.items()
-            if figure == name and cause in ("", of_cause) and size in (0, of_size)
+            if figure == name and cause in ("", of_cause) and size in (0, of_size) and of_cause not in without
             for value in values
         ]
         return kept(found)

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -64,6 +65,7 @@ BY_ITS_EVENTS = (  # several faults each, or as it comes: a run with one of them
     *("hang_first_step", "dead_mount", "flip_weights"),
 )
 OF_ALL = (Cause.controller_died, Cause.corrupted, Cause.nonfinite)  # where no rank is named: all begin anew
+ALL_BEGIN = (Cause.start, Cause.resume, Cause.controller_died)  # changes in which no process goes on
 NODE_COMES = "return_node"
 
 
@@ -314,10 +316,12 @@ class PlanPlayer(Player):
     # what takes how long
 
     def _draw(self, name: str, cause: str, size: int) -> float:
-        """A sample of this cause and size, where there are some."""
+        """A sample of this cause and size, where there are some; else of other changes, but none in which all begin."""
         tries = ((cause, size), (cause, 0), ("", size), ("", 0))
-        found = (self.profile.of_figure(name, cause=cause, size=size) for cause, size in tries)
-        samples = next((each for each in found if len(each) >= LEAST), None) or self.profile.of_figure(name)
+        others = [each for each in ALL_BEGIN if cause not in ("", each)]
+        of_figure = partial(self.profile.of_figure, name, without=others)
+        found = (of_figure(cause=of, size=ranks) for of, ranks in tries)
+        samples = next((each for each in found if len(each) >= LEAST), None) or of_figure()
         return self.dice.choice(samples) if samples else 0.0
 
     def _notice(self, kind: str) -> tuple[float, str]:
