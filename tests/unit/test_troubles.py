@@ -898,6 +898,18 @@ def test_a_bad_host_with_spares_is_found_though_another_of_its_processes_is_at_h
     assert told.control.ending is None
 
 
+def test_processes_that_a_quarantine_ended_are_in_no_group_after_it() -> None:
+    """They were seated again, where the others alone were too few, until the run was given up."""
+    told = Told(quarantine_failures=3, min_workers=4, max_workers=4, spare_workers=4)
+    broken = 1 + len(tried(told, *newcomers(20, *["bad"] * 4)))
+    ended = {each.pid for each in told.of(c.Kill)}
+    assert len(ended) == 4
+    formed = told.ask("m1", broken).formation
+    assert formed is not None
+    assert ended.isdisjoint(each.pid for each in formed.members)
+    assert formed.members[-1].node == "bad", "one that was started since, as no other is at hand"
+
+
 @pytest.mark.parametrize("has_error", [True, False])
 @pytest.mark.parametrize(("least", "fine"), [(2, 0), (2, 2), (4, 2)])
 def test_what_waits_on_the_host_of_a_newcomer_that_broke_a_group_is_not_tried_in_its_place(

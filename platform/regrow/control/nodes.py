@@ -185,6 +185,7 @@ class NodeFailures:
         for member in self._used():
             if host_of(member.node) == host:
                 self.out.append(Kill(member.node, member.pid, member.started))  # it is started elsewhere, given room
+                self.membership.turn_away(member.id)
 
     def hosts(self, members: Iterable[Member]) -> dict[str, str]:
         """By which these members' failures are counted, by their ids."""
