@@ -34,7 +34,7 @@ NO_CORPUS = "data holds no finished corpus on host-3"
 
 def trouble(told: Told, member: Member, message: str = NO_CORPUS, *, generation: int | None = None) -> None:
     number = told.control.generation if generation is None else generation
-    told(e.Trouble(number, member, 3, message))
+    told(e.Trouble(number, replace(member, port=0), 3, message))  # its port is known once it joins
 
 
 def training(told: Told, *members: Member, step: int = 0) -> int:

@@ -251,7 +251,8 @@ class Losses:
             if not membership.current:
                 membership.expected = max(1, membership.expected - 1)
             self.nodes.unfit(Unfit(member.node, member.pid, detail), now, counts=counts)
-        inside = {member.id: detail for member, detail in why.items() if member in membership.current}
+        members = {each.id for each in membership.current}  # with ports, which one that has trouble does not tell
+        inside = {member.id: detail for member, detail in why.items() if member.id in members}
         if inside and self.in_place:
             self._lose(inside, Cause.worker_failed, "; ".join(dict.fromkeys(inside.values())), now)
         elif inside:  # Ray Train finds them dead
