@@ -945,6 +945,26 @@ def test_what_waits_on_a_host_that_trains_is_tried_in_place_of_one_that_broke_a_
     assert broken_with(told, A, B, one(10, "a"), ranks=[2]) == ["m1", "m11", "m2"]
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_no_process_is_held_back_for_newcomers_that_have_ended_since_as_all_were_started_anew(in_place: bool) -> None:
+    """All that were started on the host of one were, and the group was of two."""
+    told = Told(min_workers=2, in_place=in_place)
+    first = newcomers(1, "a", "a", "b", "b")
+    training(told, *first)
+    told.join(*first, one(9, "a"))
+    told.now += 5.0
+    group = told.ask("m1", 1).formation
+    assert group is not None
+    assert len(group.members) == 5
+    told(e.GroupFailed(Cause.controller_died, "the controller is gone", ()))
+    told.now += 20.0
+    again = newcomers(101, "a", "a", "a", "b", "b")
+    told.join(*again)
+    told.now += 5.0
+    told.ask("m101", group.generation)
+    assert set(told.control.group.membership.current) == set(again)
+
+
 def test_a_newcomer_that_breaks_groups_alone_is_unfit_where_only_a_node_to_be_drained_could_take_its_place() -> None:
     """The node is left for as long as a group can do without it, and the newcomer was taken again and again."""
     told = Told(min_workers=3, max_workers=3)

@@ -158,6 +158,7 @@ class Losses:
         self.membership.dissolve()
         self.enter(Waiting(), now)
         self.failed(*self.troubles.clear(event.cause, event.detail), event.ranks, nodes, interrupts=bool(current))
+        self.first_steps.all_ended()
         self.health.lost(current)
         if not current and self.ending is None and self.first_steps.not_formed(event.cause):
             self.give_up(f"group after group failed before it was formed; last failure: {self.last_failure}")

@@ -146,6 +146,10 @@ class FirstSteps:
     def _learn(self, newest_s: float) -> None:
         self._longest_s[self._trains] = max(self._longest_s.get(self._trains, 0.0), self._took_s, newest_s)
 
+    def all_ended(self) -> None:
+        """All processes have, so that a group has none of these newcomers to do without."""
+        self.new = self._own = self._held_back = self._to_blame = frozenset()
+
     def not_formed(self, cause: str) -> bool:
         """All processes have ended, and no group was formed of them; whether errors did that too often in a row."""
         self._not_formed += cause == Cause.worker_failed
