@@ -945,6 +945,22 @@ def test_what_waits_on_a_host_that_trains_is_tried_in_place_of_one_that_broke_a_
     assert broken_with(told, A, B, one(10, "a"), ranks=[2]) == ["m1", "m11", "m2"]
 
 
+def test_a_newcomer_is_not_to_blame_before_the_others_have_had_their_last_call() -> None:
+    """A coordinator had stood still, and heard them only after that; these were enough."""
+    told = Told(min_workers=3, max_workers=4, quarantine_failures=1)
+    training(told, A, B, FIT)
+    group = told.form(A, B, FIT, NEW).generation
+    told(e.Broke(group, "rank 3: RuntimeError", 3))
+    told.join(A)
+    told.now += told.control.group.membership.patience_s + 1.0
+    assert told.ask("m1", group).formation is None
+    told.join(B, FIT, NEW)
+    formed = told.ask("m1", group).formation
+    assert formed is not None
+    assert [each.id for each in formed.members] == ["m1", "m2", "m4"]
+    assert (told.of(c.Kill), told.records("quarantine")) == ([], [])
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_no_process_is_held_back_for_newcomers_that_have_ended_since_as_all_were_started_anew(in_place: bool) -> None:
     """All that were started on the host of one were, and the group was of two."""

@@ -182,9 +182,8 @@ class Group(Losses):
         """Those without which no group is allowed, as one with the others alone would be formed first: others are
         waited for in their places."""
         membership = self.membership
-        must_wait = has_lost(membership) or membership.must_wait(now)
-        to_blame = frozenset[str]() if must_wait else self.first_steps.newcomers_to_blame()
-        if to_blame and not membership.has_others:
+        to_blame = frozenset[str]() if has_lost(membership) else self.first_steps.newcomers_to_blame()
+        if to_blame and not membership.may_come(now, but_for=to_blame) and not membership.has_others:
             self.first_steps.counts_as_loss()
             self.out.extend(kill(each) for each in membership.missing if each.id in to_blame)  # it asks no more
             members = [each for each in membership.current if each.id in to_blame]

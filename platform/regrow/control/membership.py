@@ -209,6 +209,11 @@ class Membership:
         # those that take the places of the dead come one after another
         return bool(self.current) and not self._living and now - self._last_at < self.settle_s
 
+    def may_come(self, now: float, *, but_for: Collection[str]) -> bool:
+        """Whether some are waited for, or members without these have their last call. `form` begins that."""
+        is_last_call = self._late_at is None or now - self._late_at < LAST_CALL_S
+        return self.must_wait(now) or (is_last_call and not self._absent.keys() <= {*but_for})
+
     def wants_to_grow(self, now: float) -> bool:
         """Whether those that wait, and have stopped coming, make a larger and faster group than the current one."""
         if not self.waiting:
