@@ -3,6 +3,8 @@
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,6 +139,55 @@ def test_a_stranger_is_shown_nothing_and_believed_nothing(
     assert len(shown) <= NONCE + PROOF
     assert SECRET not in shown
     assert served.requests == []
+
+
+def test_a_stranger_that_says_something_is_cut_at_the_deadline_of_its_proof(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "TIMEOUT_S", 600.0)
+    monkeypatch.setattr(ranges, "PROOF_S", 0.3)
+    with (
+        connected(served.server.address, SECRET) as proved,
+        socket.create_connection(served.server.address, timeout=60.0) as stranger,
+    ):
+        for byte in HELLO:
+            stranger.sendall(bytes([byte]))
+        assert closed_by(stranger) == b""
+        proved.send({"say": "still"})  # it is older
+        assert proved.receive() == {"heard": "still"}
+
+
+WITH_FEW_DESCRIPTORS = """
+import resource
+from regrow.state.memory import ranges
+from support.keepers import SECRET
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (192, 192))
+ranges.PROOF_S = ranges.TIMEOUT_S = 600.0
+server = ranges.RangeServer("127.0.0.1", lambda: SECRET, lambda request, connection: connection.send({"heard": 1}))
+print(server.address[1], flush=True)
+server.serve()
+"""
+
+
+def test_silent_strangers_of_more_than_its_descriptors_keep_no_client_from_a_keeper() -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", WITH_FEW_DESCRIPTORS], stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as held,
+    ):
+        held.callback(process.kill)
+        assert process.stdout is not None
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        silent = [held.enter_context(socket.create_connection(address, timeout=60.0)) for _ in range(220)]
+        with connected(address, SECRET) as connection:
+            connection.send({"say": 1})
+            assert connection.receive() == {"heard": 1}
+        num_closed = len(silent) + 1 - 128  # the client was one of those that have proved nothing
+        assert [closed_by(each) for each in silent[:num_closed]] == [b""] * num_closed
+        for each in silent[num_closed:]:
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
 
 
 def test_a_client_with_another_secret_learns_so_before_it_asks(served: Served) -> None:

@@ -5,8 +5,8 @@ A connection begins with a proof of both sides that they know the run's secret, 
     client: HELLO, nonce   server: nonce, proof   client: proof
 
 A proof is an HMAC over its maker's role, the address that the client meant to reach, and both nonces: relayed to
-another keeper, or turned back, it holds no more. Until then lengths are fixed. After it requests follow one another,
-in frames:
+another keeper, or turned back, it holds no more. Until then lengths are fixed, and time and the connections of a server
+are bounded. After it requests follow one another, in frames:
 
     bytes of JSON, of the body | JSON | body | HMAC of that and of the frame's number, under a key of the connection
 
@@ -22,6 +22,8 @@ import select
 import socket
 import socketserver
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -31,6 +33,9 @@ from regrow.errors import CheckpointError, first_line
 
 TIMEOUT_S = 20.0  # without a byte, of either side
 DARK_S = 5.0  # for the other host's kernel to take a connection, or what was sent
+PROOF_S = 5.0  # for a client's whole proof
+MOST_UNPROVED = 128  # connections to one server whose client has proved nothing yet: of more the oldest is cut
+TAKE_AGAIN_S = 0.01  # between connections at that bound, so that each has 1 s, and after one that could not be taken
 BLOCK = 1 << 20  # bytes that are received at once
 HELLO = b"rgkeeper"
 WAITING = 128  # connections that are not accepted yet: with the 5 of socketserver, flows of several ranks wait seconds
@@ -47,13 +52,14 @@ class RangeServer:
     """Answers for a keeper. `answer(request, connection)` does what a request says, on a thread of its own."""
 
     def __init__(self, host: str, secret: Callable[[], bytes], answer: Answer) -> None:
-        server = self
+        server, unproved = self, _Unproved()
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, CheckpointError):
                     connection = Connection(self.request)
                     connection.let_in(server.address, secret())
+                    unproved.remove(self.request)
                     while request := connection.receive():
                         answer(request, connection)
 
@@ -61,6 +67,24 @@ class RangeServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
             request_queue_size = WAITING
+
+            def get_request(self) -> tuple[socket.socket, Any]:
+                if unproved.is_full():
+                    time.sleep(TAKE_AGAIN_S)
+                try:
+                    taken = super().get_request()
+                except OSError:  # no descriptor or memory for it now
+                    time.sleep(TAKE_AGAIN_S)
+                    raise
+                unproved.add(taken[0])
+                return taken
+
+            def service_actions(self) -> None:
+                unproved.cut()
+
+            def shutdown_request(self, request: Any) -> None:
+                unproved.remove(request)
+                super().shutdown_request(request)
 
         self._server = Server((host, 0), Handler)
         self._serving = False
@@ -75,6 +99,36 @@ class RangeServer:
         if self._serving:  # or it would wait for ever
             self._server.shutdown()
         self._server.server_close()
+
+
+class _Unproved:
+    """A server's connections whose clients have proved nothing yet: they may be anybody's."""
+
+    def __init__(self) -> None:
+        self._since: dict[socket.socket, float] = {}  # the oldest first
+        self._lock = threading.Lock()  # what is cut is open
+
+    def is_full(self) -> bool:
+        return len(self._since) >= MOST_UNPROVED
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._since[connection] = time.monotonic()
+
+    def remove(self, connection: socket.socket) -> None:
+        """It has proved itself, or is about to be closed."""
+        with self._lock:
+            self._since.pop(connection, None)
+
+    def cut(self) -> None:
+        """End those that are too many or too old: their threads fail, and close them."""
+        with self._lock:
+            for connection, since in list(self._since.items()):
+                if len(self._since) <= MOST_UNPROVED and time.monotonic() - since < PROOF_S:
+                    return
+                del self._since[connection]
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Direction:
