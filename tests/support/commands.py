@@ -41,4 +41,13 @@ def _run(module: str) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+    finally:
+        _end()
     return 0
+
+
+def _end() -> None:
+    """What would end with the process: torch's default group, which a rank leaves as it is after an error."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()

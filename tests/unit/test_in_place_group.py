@@ -746,7 +746,8 @@ class Starting:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.group, self.slept_s, self.removed = Group(monkeypatch), list[float](), 0
         monkeypatch.setattr(InPlaceGroup, "starts", ray_train.Starts())
-        monkeypatch.setattr(ray_train.time, "sleep", self.slept_s.append)
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=self.slept_s.append)
+        monkeypatch.setattr(ray_train, "time", clock)
         self._patch = monkeypatch
 
     def start(self, error: Exception) -> WorkerGroupStartupFailedError:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +179,7 @@ def test_a_head_that_is_not_there_yet_is_waited_for(
             later.start(port)
 
     later.address = f"127.0.0.1:{port}"
-    monkeypatch.setattr(submitter.time, "sleep", sleep)
+    monkeypatch.setattr(submitter, "time", SimpleNamespace(sleep=sleep))
     run(later)
     later.end()
     assert pauses == [submitter.AWAY_S] * 2
