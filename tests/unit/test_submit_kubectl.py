@@ -273,10 +273,8 @@ def test_stop_of_a_job_past_its_deadline_waits_for_the_end_of_its_log(
         pauses.append(seconds)
         cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z", *lines, phase="Succeeded")
 
-    # not of the module, as other threads sleep too
-    monkeypatch.setattr(
-        kuberay, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends)
-    )  # other threads sleep too
+    # not of the module time: other threads sleep too
+    monkeypatch.setattr(kuberay, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends))
     assert act("stop") == status
     assert len(pauses) == 1
     assert f"\n{line}" in capfd.readouterr().err
