@@ -553,7 +553,8 @@ def path_of(place: str | Path) -> Path:
     Raises StorageError for the home of a user that there is not, and for a URI that leads elsewhere.
     """
     if is_remote(str(place)):
-        raise StorageError(f"{place} is no place of this machine's file system; name a path")
+        shown = "a URI" if CREDENTIALS.search(str(place)) else place
+        raise StorageError(f"{shown} is no place of this machine's file system; name a path")
     try:
         return Path(local_path(str(place))).expanduser()
     except RuntimeError as error:

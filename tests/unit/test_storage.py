@@ -199,6 +199,9 @@ def test_a_uri_with_credentials_opens_nothing_and_is_not_shown(uri: str) -> None
     with pytest.raises(StorageError, match="a storage URI has a user and a password, or a signature") as caught:
         Storage.at(uri)
     assert "pw12345" not in str(caught.value)
+    with pytest.raises(StorageError, match=r"^a URI is no place of this machine's file system") as caught:
+        path_of(uri)
+    assert "pw12345" not in str(caught.value)
 
 
 def test_a_tilde_is_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
