@@ -67,8 +67,14 @@ class Told:
         answer: Answer = self(e.Asked(member_id, after))
         return answer
 
+    def start(self, *members: Member) -> None:
+        """Ray Train has started all of these at once."""
+        self(e.GroupStarted(tuple((each.node, each.pid) for each in members)))
+
     def form(self, *members: Member) -> Formation:
         """The next group, of these processes; they come back, if they were in the one before."""
+        if not self.control.group.in_place:
+            self.start(*members)
         self.join(*members)
         answer = self.ask(members[0].id, self.control.generation)
         assert answer.formation is not None

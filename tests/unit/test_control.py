@@ -1558,6 +1558,7 @@ def test_an_error_that_all_groups_meet_at_one_step_ends_a_run_whose_processes_al
             assert told.ask(a.id, told.control.generation).unfit
             told(e.GroupFailed("worker_died", "rank 0: the actor died", (0,)))
     assert told.control.ending is None
+    told.start(one(101, "a"), one(102, "b"))
     told.join(one(101, "a"), one(102, "b"))
     given_up = told.ask("m101", told.control.generation).given_up
     assert "group after group failed before a new step" in given_up

@@ -23,6 +23,7 @@ from regrow.control.values import NOTHING
 from regrow.runtime.kept_rows import KeptRows
 from support.control_world import Broken, World, play, play_restarts, play_without_storage
 from support.faulty_worlds import play_again, play_corrupt_without_storage, play_troubled
+from support.restart_world import RestartWorld
 
 NUM_SCHEDULES = 10_000
 NUM_WORSE = 60
@@ -51,6 +52,15 @@ def test_ten_thousand_random_schedules_keep_the_promises() -> None:
         "snapshot_failed",
     }
     assert causes >= {"worker_died", "worker_hung", "node_silent", "grow", "drain", "nonfinite", "worker_failed"}
+
+
+def test_schedules_in_which_ray_train_starts_all_workers_anew_keep_the_promises() -> None:
+    """`cluster.in_place=false`."""
+    causes: set[str] = set()
+    for seed in range(1500):
+        world = play(seed, world_class=RestartWorld)
+        causes |= {fields["cause"] for _, name, fields in world.events if name == "generation"}
+    assert causes >= {"worker_died", "worker_failed", "drain", "grow"}
 
 
 FAULTS: dict[str, Callable[[World, int], None]] = {

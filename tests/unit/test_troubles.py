@@ -961,10 +961,9 @@ def test_a_newcomer_is_not_to_blame_before_the_others_have_had_their_last_call()
     assert (told.of(c.Kill), told.records("quarantine")) == ([], [])
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_no_process_is_held_back_for_newcomers_that_have_ended_since_as_all_were_started_anew(in_place: bool) -> None:
+def test_no_process_is_held_back_for_newcomers_that_have_ended_since_as_all_were_started_anew() -> None:
     """All that were started on the host of one were, and the group was of two."""
-    told = Told(min_workers=2, in_place=in_place)
+    told = Told(min_workers=2)
     first = newcomers(1, "a", "a", "b", "b")
     training(told, *first)
     told.join(*first, one(9, "a"))

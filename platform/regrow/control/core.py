@@ -30,6 +30,7 @@ from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
 from regrow.control.phases import BEYOND_S, FACTOR, PATIENCE, ROOM_S, Phase, Usual
 from regrow.control.read_back import StoredSteps
+from regrow.control.restarts import Restarts
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
 from regrow.control.sources import why_storage
@@ -91,7 +92,7 @@ class Control:
             now=now,
         )
         self.group = _group(config, self.snapshots, self._out, past, now)
-        self.health = self.group.health
+        self.health, self._restarts = self.group.health, Restarts(self.group, now)
         self.drains = Drains(self.group, self.snapshots, config, past)
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past)
         self._spacing = SpacingPolicy(config.snapshot, self.cadence, self.snapshots.checkpoints, self._out)
@@ -322,15 +323,6 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         snapshots.keepers.came(event.member.node)
         group.join(event, now)
 
-    def nodes_alive(event: e.NodesAlive, now: float) -> None:
-        group.arrivals.alive(event, now)
-        snapshots.nodes_alive(event, now)
-        control.drains.alive(event, now)
-
-    def keeper_up(event: e.KeeperUp, now: float) -> None:
-        group.keeper_up(event, now)
-        snapshots.keeper_up(event, now)
-
     return {
         e.Joined: joined,
         e.Asked: control._asked,
@@ -354,12 +346,14 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.ConnectionLost: control.health.connection_lost,
         e.PortRefused: group.refused,
         e.Running: lambda event, now: snapshots.silent.runs(event.nodes, now),
-        e.GroupFailed: group.restarted_by_ray,
+        e.GroupFailed: control._restarts.failed,
+        e.GroupShutDown: control._restarts.shut_down,
+        e.GroupStarted: control._restarts.started,
         e.Placed: group.placed,
         e.Started: Unheard(group, control._out, control._config.train.collective_timeout_s).look,
         e.Notice: group.nodes.notice,
-        e.NodesAlive: nodes_alive,
-        e.KeeperUp: keeper_up,
+        e.NodesAlive: _in_turn(group.arrivals.alive, snapshots.nodes_alive, control.drains.alive),
+        e.KeeperUp: _in_turn(group.keeper_up, snapshots.keeper_up),
         e.NeighboursAsked: snapshots.neighbours,
         e.KeepersFound: control._takeover.keepers_found,
         e.Sealed: control._sealed,
@@ -384,6 +378,14 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Restarted: control._takeover.restarted,
         e.Closed: group.close,
     }
+
+
+def _in_turn(*handlers: Callable[[Any, float], None]) -> Callable[[Any, float], None]:
+    def all_of_them(event: Any, now: float) -> None:
+        for handler in handlers:
+            handler(event, now)
+
+    return all_of_them
 
 
 def _is_on_device(config: PretrainConfig) -> bool:
@@ -414,6 +416,17 @@ def _cadence(config: PretrainConfig, now: float) -> Cadence:
     )
 
 
+def _exclusions(config: PretrainConfig, past: Past) -> Exclusions:
+    """Where Ray Train starts all workers at once, it does so wherever there is room, and heeds none."""
+    cluster = config.cluster
+    failures = cluster.quarantine_failures if cluster.in_place else 0
+    exclusions = Exclusions(failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
+    exclusions.quarantined_until.update(past.quarantined_until)
+    exclusions.corrupt.update(past.corrupt)
+    exclusions.asked.update(past.drained if cluster.in_place else ())
+    return exclusions
+
+
 def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past, now: float) -> Group:
     cluster, table = config.cluster, topologies(config)
     sizes = world_sizes(config, table)
@@ -425,10 +438,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         {size for size, topology in table.items() if 1 < config.parallel.pp == topology.mesh.pp},
         generation=past.generation,
     )
-    exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
-    exclusions.quarantined_until.update(past.quarantined_until)
-    exclusions.corrupt.update(past.corrupt)
-    exclusions.asked.update(past.drained)
+    exclusions = _exclusions(config, past)
     nodes = NodeFailures(exclusions, membership, out)
     compiles = config.parallel.compile and (config.parallel.tp > 1 or config.parallel.cp > 1)
     timeout_s = config.train.collective_timeout_s

@@ -91,7 +91,7 @@ class Corruptions:
         self._snapshots.go_back(step, now)
         detail = f"its snapshot of step {found.version.step} is not what other replicas hold"
         if found.is_decided:
-            group.expel_corrupt(bad, f"rank {found.ranks[0]}: {detail}", now)
+            self._give_up_hosts(bad, f"rank {found.ranks[0]}: {detail}", now)
             return
         ranks = ", ".join(map(str, found.ranks))
         text = f"ranks {ranks} hold different bits of one shard in step {found.version.step}"
@@ -105,6 +105,20 @@ class Corruptions:
                 f"there is no third to tell which is wrong; the state of step {step} is the newest in which they "
                 "agreed: leave one of these nodes out, and start the same command again"
             )
+        group.break_off(now)
+
+    def _give_up_hosts(self, found: Finding, detail: str, now: float) -> None:
+        """No further group is on the hosts of these members; where Ray Train starts all at once, on these too, there
+        is none."""
+        group = self._group
+        if group.in_place:
+            group.expel_corrupt(found, detail, now)
+            return
+        group.failed(Cause.corrupted, detail, [])
+        group.give_up(
+            f"{detail}; with cluster.in_place=false workers would start there again: take node {_shown(found.members)} "
+            "out of the cluster, and start the same command again"
+        )
         group.break_off(now)
 
     def take(self, event: Verified, now: float) -> None:
@@ -134,7 +148,7 @@ class Corruptions:
             parts = named(found.parts, outcome.pp)
             detail = f"{parts}: its checksums in step {event.step} differ from those of most others"
             self._group.decided()
-            self._group.expel_corrupt(found, detail, now)
+            self._give_up_hosts(found, detail, now)
             return
         self._differ(found, event.step, waits_for, now)
 

@@ -212,6 +212,18 @@ class GroupFailed:
 
 
 @dataclass(frozen=True)
+class GroupShutDown:
+    """Ray Train ends the whole group, whether it failed or not."""
+
+
+@dataclass(frozen=True)
+class GroupStarted:
+    """Ray Train has started a whole group: its processes, by node and pid, which join from here on."""
+
+    processes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Placed:
     """How many workers live on each node where one was started lately, those included that are starting."""
 
@@ -462,6 +474,8 @@ Event = (
     | PortRefused
     | Running
     | GroupFailed
+    | GroupShutDown
+    | GroupStarted
     | Placed
     | Started
     | Notice

@@ -51,9 +51,10 @@ class Group(Losses):
         return self.ending is not None and not isinstance(self.state, Forming | Training)
 
     def is_current(self, generation: int) -> bool:
-        """Whether this is the newest group, and one that this coordinator knows: of another one's, which formed it
-        while storage was away, nothing is taken."""
-        return self.formation is not None and generation == self.generation == self.formation.generation
+        """Whether this is the newest group, whose processes are not all ended, and one that this coordinator knows: of
+        another one's, which formed it while storage was away, nothing is taken."""
+        known = self.formation.generation if self.formation is not None and self.membership.current else None
+        return generation == self.generation == known
 
     @property
     def stop_reason(self) -> str:
@@ -86,7 +87,8 @@ class Group(Losses):
         self.nodes.met(member)
         quarantined, exclusions = self.nodes.exclusions.quarantined(now), self.nodes.exclusions
         is_corrupt = not exclusions.corrupt.isdisjoint((member.node, member.machine))
-        if is_corrupt or (member.machine in quarantined and not self.too_few.yields(now)):
+        is_refused = is_corrupt or (member.machine in quarantined and not self.too_few.yields(now))
+        if is_refused and self.in_place:
             self.expelled.add(member.id)  # a host that came back as another node: it is started elsewhere
             return
         self.membership.join(member, expected=event.expected, now=now)
@@ -171,7 +173,7 @@ class Group(Losses):
         if not self.first_steps.formed(hosts, frozenset(membership.held_back), now):
             self.give_up(f"group after group failed before a new step; last failure: {self.last_failure or 'unknown'}")
         self.formation, self._formed = formation, formation.generation
-        self.too_few.formed()
+        self.too_few.enough()
         self.enter(Forming(formation.generation), now)
         self.out.append(Form(formation.generation, formation.members))
         if apart := membership.without_unit:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from regrow.control.arrivals import Arrivals, kind_of
 from regrow.control.commands import Connect, GiveUp, Kill, Outbox, TellOver
-from regrow.control.events import Broke, Died, Gone, GroupFailed, PortRefused, Trouble, Unfit
+from regrow.control.events import Broke, Died, Gone, PortRefused, Trouble, Unfit
 from regrow.control.health import Health, Suspect
 from regrow.control.membership import Formation, Member, Membership
 from regrow.control.nodes import NodeFailures
@@ -58,6 +58,7 @@ class Losses:
     last_failure: str = ""
     num_failures: int = 0
     ended: Ended = field(default_factory=Ended)  # those that Ray Train has replaced
+    processes: frozenset[tuple[str, int]] | None = None  # the only ones, where all start at once; None: not known
     turned_away: set[str] = field(default_factory=set)  # members among them that came back
     troubles: Troubles = field(default_factory=Troubles)
     expelled: set[str] = field(default_factory=set)  # members whose trouble is their own
@@ -150,18 +151,6 @@ class Losses:
             self._tell_over()
         if self.membership.are_all_told(self.troubles.told, event.member):  # else the next tick judges
             self._judge(now)
-
-    def restarted_by_ray(self, event: GroupFailed, now: float) -> None:
-        """All processes are ended, to be started anew."""
-        current = self.membership.current
-        nodes = {current[rank].node for rank in event.ranks if rank < len(current)}
-        self.membership.dissolve()
-        self.enter(Waiting(), now)
-        self.failed(*self.troubles.clear(event.cause, event.detail), event.ranks, nodes, interrupts=bool(current))
-        self.first_steps.all_ended()
-        self.health.lost(current)
-        if not current and self.ending is None and self.first_steps.not_formed(event.cause):
-            self.give_up(f"group after group failed before it was formed; last failure: {self.last_failure}")
 
     def failed(
         self,
@@ -283,7 +272,9 @@ class Losses:
             self.out.append(TellOver(self.generation, nodes))
 
     def _is_turned_away(self, member: Member, now: float) -> bool:
-        if not self.ended.has((member.node, member.pid), now):
+        process = (member.node, member.pid)
+        is_left_over = self.processes is not None and process not in self.processes
+        if not (is_left_over or self.ended.has(process, now)):
             return False
         self.turned_away.add(member.id)
         self.out.append(kill(member))

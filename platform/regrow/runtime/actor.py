@@ -108,7 +108,26 @@ class Verified:
             self.shell.await_log()
 
 
-class Coordinator(Seats, Drained, Verified):
+class Restarted:
+    """The part of the coordinator that Ray Train's controller tells of a group that it ends and starts as a whole."""
+
+    shell: Shell
+
+    def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
+        """Ray Train ends the whole group and starts another one."""
+        self.shell.tell(e.GroupFailed(cause, detail, tuple(ranks)))
+        self.shell.await_log()
+
+    def group_shut_down(self) -> None:
+        """The same, it may be for no failure."""
+        self.shell.tell(e.GroupShutDown())
+
+    def group_started(self, processes: Sequence[tuple[str, int]]) -> None:
+        """These, by node and pid, are all that there are."""
+        self.shell.tell(e.GroupStarted(tuple(processes)))
+
+
+class Coordinator(Seats, Drained, Verified, Restarted):
     """An actor; every method is quick but `__init__`, which may wait for the lock, and those that ask keepers."""
 
     def __init__(
@@ -339,10 +358,6 @@ class Coordinator(Seats, Drained, Verified):
             self.shell.tell(e.Died(((node, pid),), left, cause, detail))
         self.shell.tell(self._deadlines.notice(draining, self.shell.clock))
         self.shell.tell(e.Placed(dict(placed)))
-
-    def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
-        """Ray Train ends the whole group and starts another one."""
-        self.shell.tell(e.GroupFailed(cause, detail, tuple(ranks)))
 
     def avoided_nodes(self) -> set[str]:
         """Where no worker is to be started."""

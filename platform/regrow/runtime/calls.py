@@ -75,6 +75,8 @@ class CoordinatorCalls(Protocol):
     ) -> None: ...
     def started(self, processes: Sequence[tuple[str, int, float]]) -> StartedAnswer: ...
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None: ...
+    def group_shut_down(self) -> None: ...
+    def group_started(self, processes: Sequence[tuple[str, int]]) -> None: ...
     def avoided_nodes(self) -> set[str]: ...
     def fail(self, message: str) -> None: ...
     def drain(self, node: str) -> str: ...
@@ -304,8 +306,17 @@ class CoordinatorClient:
     ) -> None:
         self.handle.ray_view.remote(dead, left, draining, placed)
 
-    def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
-        self.handle.group_failed.remote(cause, detail, ranks)
+    def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> Any:
+        """A reference."""
+        return self.handle.group_failed.remote(cause, detail, ranks)
+
+    def group_shut_down(self) -> None:
+        """Waits for the answer, so that it comes before what follows."""
+        _wait(self.handle.group_shut_down.remote())
+
+    def group_started(self, processes: Sequence[tuple[str, int]]) -> None:
+        """By node and pid. The same."""
+        _wait(self.handle.group_started.remote(processes))
 
     def fail(self, message: str) -> None:
         """The run is given up."""

@@ -3,18 +3,21 @@
 Only its public interface is used here; `runtime.ray_train` touches its insides and is imported where that is safe.
 """
 
+import contextlib
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
-from ray.train.backend import BackendConfig
+from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from regrow.record.events import Cause
-from regrow.runtime.backend import ProcessGroupConfig, last_line
-from regrow.runtime.calls import CoordinatorClient
+from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.cluster import POLLS_PER_S, worker_resources
 from regrow.runtime.job import Job
 
@@ -44,7 +47,7 @@ def build_trainer(job: Job, *, num_workers: int, train_fn: Any, storage: str, na
         os.environ.setdefault(key, value)
     elastic = cluster.min_workers < cluster.max_workers and not cluster.in_place
     kind: type[DataParallelTrainer] = DataParallelTrainer
-    backend: BackendConfig = ProcessGroupConfig()
+    backend: BackendConfig = RestartedConfig(job.coordinator)
     poll_s = max(LEAST_POLL_S, num_workers / POLLS_PER_S)
     if cluster.in_place:
         from regrow.runtime.ray_train import MOST_LOOK_S, InPlaceConfig, InPlaceTrainer
@@ -71,6 +74,34 @@ def build_trainer(job: Job, *, num_workers: int, train_fn: Any, storage: str, na
     )
 
 
+class RestartedBackend(ProcessGroupBackend):
+    """Tells the coordinator, from Ray Train's controller, of a group that is started and ended as a whole: not only
+    for failures, but for another size, too."""
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        processes = worker_group.execute(this_process)
+        CoordinatorClient(backend_config.coordinator).group_started(processes)  # type: ignore[attr-defined]
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """The coordinator hears of it with the next group, if it cannot be reached now."""
+        with contextlib.suppress(RayError):
+            CoordinatorClient(backend_config.coordinator).group_shut_down()  # type: ignore[attr-defined]
+
+
+@dataclass
+class RestartedConfig(ProcessGroupConfig):
+    coordinator: Any
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return RestartedBackend
+
+
+def this_process() -> tuple[str, int]:
+    """By node and pid."""
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
 class ReportFailures(UserCallback):
     """Tells the coordinator why a group broke, from Ray Train's controller."""
 
@@ -83,7 +114,9 @@ class ReportFailures(UserCallback):
         # survivors fail because a peer died: the death is the cause
         first = next((rank for rank in ranks if causes[rank] == Cause.worker_died), ranks[0])
         detail = f"rank {first}: {last_line(worker_exceptions[first])}"
-        CoordinatorClient(self.coordinator).group_failed(causes[first], detail, ranks)
+        told = CoordinatorClient(self.coordinator).group_failed(causes[first], detail, ranks)
+        with contextlib.suppress(RayError):  # it hears of the next group
+            ray.get(told, timeout=CALL_TIMEOUT_S)
 
 
 def cause_of(error: Exception) -> Cause:
