@@ -31,13 +31,14 @@ RAYS_OWN = {  # that the dashboard shows beside ours
     "ray_node_mem_shared_bytes",
     "ray_node_gpus_utilization",
 }
-NOT_SHOWN = {  # by the dashboard: others say the same
+NOT_SHOWN = {  # by the dashboard: others say the same, or alerts alone ask for it
     "ray_regrow_submitted_timestamp_seconds",
     "ray_regrow_trained_tokens",
     "ray_regrow_snapshots_total",
     "ray_regrow_last_snapshot_timestamp_seconds",
     "ray_regrow_checkpoint_step",
     "ray_regrow_stops_total",
+    "ray_regrow_own_ray",
 }
 WORKER = 'run="a", WorkerId="w1"'
 needs_promtool = pytest.mark.skipif(bool(missing("promtool")), reason=missing("promtool"))
@@ -141,6 +142,35 @@ STORIES = {
     "the run has finished": Story(
         until_60() | {name_of("stops_total"): "0x59 1x120"},
         {at: set() for at in (60, 63, 67, 80, 119, 121, 125)},
+    ),
+    **{
+        f"it is gone, and so is the Ray {whose}, before its stop was scraped": Story(
+            until_60() | {name_of("own_ray"): f"{own_ray}x60"},
+            {at: set() for at in (60, 64)} | dict.fromkeys((67, 100), firing) | {130: set()},
+        )
+        for whose, own_ray, firing in (("that it started", 1, set[str]()), ("that it joined", 0, {"RegrowRunLost"}))
+    },
+    "it was lost, and has finished on a Ray of its own": Story(
+        until_60()
+        | {name_of("own_ray"): "0x60"}
+        | of_another_process(
+            running="_x61 1x18",
+            submitted_timestamp_seconds="_x61 4660x18",
+            stops_total="_x61 0x18",
+            own_ray="_x61 1x18",
+        ),
+        {at: set() for at in (62, 80, 84, 86, 100, 121, 130)},
+    ),
+    "it finished on a Ray of its own, was resumed on another one, and is gone": Story(
+        until_60()
+        | {name_of("own_ray"): "1x60"}
+        | of_another_process(
+            running="_x70 1x10",
+            submitted_timestamp_seconds="_x70 5200x10",
+            stops_total="_x70 0x100",
+            own_ray="_x70 0x10",
+        ),
+        {70: set(), 81: set(), 90: {"RegrowRunLost"}},
     ),
     "the run has failed": Story(
         until_60() | {name_of("running"): "1x59 0", FAILED: "0x59 1x120"},

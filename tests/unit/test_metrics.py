@@ -293,6 +293,12 @@ def test_rows_become_totals_and_newest_values() -> None:
     assert (value(figures, "target_steps"), value(figures, "target_world_size")) == (300, 4)
 
 
+@pytest.mark.parametrize(("address", "own"), [(None, 1), ("auto", 0)])
+def test_a_ray_that_ends_with_its_job_is_told_from_one_that_it_joined(address: str | None, own: int) -> None:
+    config = PretrainConfig(cluster=ClusterConfig(address=address))
+    assert value(Figures(config, make_cadence(), [], T0), "own_ray") == own
+
+
 def test_ranks_that_wait_are_counted_and_are_not_missing() -> None:
     config = PretrainConfig(cluster=ClusterConfig(min_workers=2, max_workers=9, spare_workers="auto"))
     config.optim.num_slices = config.optim.global_batch_seqs = 16

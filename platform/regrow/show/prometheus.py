@@ -95,6 +95,7 @@ FAMILIES = {
         Family("regrow_min_world_size", "cluster.min_workers"),
         Family("regrow_generation", "number of the newest group"),
         Family("regrow_submitted_timestamp_seconds", "when the job began"),
+        Family("regrow_own_ray", "1 where the job started its Ray itself, which ends with it; 0 where it joined one"),
         Family("regrow_stops_total", "jobs that ended in an orderly way, by reason", "reason",
                ("finished", "stop_at_step", "interrupted", "failed")),
         # what went wrong, and what it cost
@@ -196,6 +197,7 @@ class Figures:
         self._set("regrow_target_world_size", world_sizes(config).get(cluster.max_workers, cluster.max_workers))
         self._set("regrow_spare_ranks", 0)
         self._set("regrow_min_world_size", cluster.min_workers)
+        self._set("regrow_own_ray", cluster.address is None)
         self._has_trained = False  # since the newest job began
         self._idle_since: float | None = None  # no group trains since then
         self._whole: dict[int, float] = {}  # steps of checkpoints, and when they were committed; 0: before the first
