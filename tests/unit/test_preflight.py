@@ -34,6 +34,7 @@ from regrow.data.read import corpora as corpora_module
 from regrow.data.read.corpora import begun_with, find_corpora
 from regrow.data.read.manifest import Manifest
 from regrow.errors import DataError, UnavailableError, UnseenError
+from regrow.record.run_folder import read_record, run_folder, write_record
 from regrow.runtime.run_folder import find_or_create, write_config
 from regrow.storage import RemoteStorage, Storage
 from regrow.submit.submit import look_at_corpus
@@ -107,6 +108,53 @@ def test_a_run_goes_on_with_the_corpus_that_it_began_with_whatever_became_of_its
     for each in (another, other_documents):
         with pytest.raises(DataError, match="own"):
             find_corpora(each, progress=quiet)
+
+
+@pytest.mark.parametrize("how", ["moved", "imported", "its first job wrote no settings"])
+def test_a_run_goes_on_with_its_corpus_from_another_storage_and_without_settings(
+    how: str, tmp_path: Path, source: Path, tokenizer: Path
+) -> None:
+    """Before, its source was prepared anew, as it was by then, and the run refused for that."""
+    own = shutil.copytree(source, tmp_path / "own")
+    config = config_of(tmp_path / "first", source=str(own), tokenizer=str(tokenizer))
+    begun = find_corpora(config, progress=quiet)
+    run = find_or_create(config, manifest_sha256=begun.sha256)
+    if how == "moved":
+        write_config(run, config)
+        shutil.copytree(tmp_path / "first" / config.run.name, tmp_path / "second" / config.run.name)
+        config = replace(config, run=replace(config.run, storage_path=str(tmp_path / "second")))
+    elif how == "imported":
+        config = replace(config, run=replace(config.run, name="imported"))
+        identity, sha256 = read_record(run.folder)["identity"], begun.sha256  # type: ignore[index]
+        write_record(run_folder(config), run_id="ab", identity=identity, manifest_sha256=sha256)
+    shutil.copy(own / "0.parquet", own / "more.parquet")
+    assert find_corpora(config, progress=quiet) == begun
+    assert check_corpus(config).num_rows == begun.manifests[0].splits["train"].num_rows
+    other = replace(config, data=replace(config.data, rows_per_group=32))
+    assert begun_with(other) is None
+
+
+def test_a_place_where_a_run_was_that_is_out_of_reach_holds_up_nothing(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, over, prepared_in = config_of(tmp_path, source=str(source)), Event(), corpora_module.prepared_in
+    monkeypatch.setattr(corpora_module, "ELSEWHERE_S", 0.1)
+    for place in ("hangs", "refuses"):
+        run = replace(config.run, name=place)
+        moved, before = replace(config, run=run), replace(config, run=replace(run, storage_path=place))
+        write_config(find_or_create(moved, manifest_sha256="ab" * 32), before)
+
+    def away(path: str) -> Iterator[str]:
+        if path == "hangs":
+            over.wait(60)
+        if path in ("hangs", "refuses"):
+            raise PermissionError(path)
+        yield from prepared_in(path)
+
+    monkeypatch.setattr(corpora_module, "prepared_in", away)
+    for place in ("hangs", "refuses"):
+        assert begun_with(replace(config, run=replace(config.run, name=place))) is None
+    over.set()
 
 
 def test_a_run_whose_source_on_a_hub_is_gone_is_submitted_again(

@@ -1,11 +1,12 @@
 """The prepared corpora that a run trains on: the one that its recipe makes, or several that it mixes."""
 
+import contextlib
 import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from regrow.data.read.batch import Rows, layout_of
 from regrow.data.read.manifest import Manifest, by_another_version
 from regrow.data.read.range_cache import RangeCache
 from regrow.data.read.shards import ShardReader
-from regrow.errors import DataError, UnavailableError
+from regrow.deadline import within
+from regrow.errors import DataError, RegrowError, UnavailableError
 from regrow.plan.mixture import Mixture, plan_mixture
 from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order
 from regrow.record.run_folder import read_config, read_record, run_folder
 from regrow.storage import Storage, path_of, split_location
 
 MADE_BY = ("recipe", "source", "tokenizer", "end_of_text", *CONTENT_KEYS)  # settings of a corpus that a recipe makes
+ELSEWHERE_S = 4.0  # for the place where a run was before: less than a look before a cluster is joined may take
 RETRY_S = 1.0  # that a store is asked again for, while its node's other ranks wait: what is patient looks about between
 
 
@@ -139,21 +142,41 @@ def find_corpora(config: PretrainConfig, *, progress: Progress, distribute: Dist
 
 def begun_with(config: PretrainConfig) -> str | None:
     """The folder of the corpus that a run has begun with, and that its recipe made: its source may have grown since, or
-    be gone. None for a run that has not begun, or by other settings, and where that corpus is not there.
+    be gone. It is looked for below run.storage_path, and where the run was when its config.yaml was written. None for a
+    run that has not begun, or by other settings, and where that corpus is not there.
 
-    Raises RegrowError for a damaged record, and where storage does not answer, or OSError.
+    Raises RegrowError for a damaged record, and where run.storage_path does not answer, or OSError.
     """
     run, data = run_folder(config), config.data
     record = read_record(run)
     if data.corpora or record is None or record["manifest_sha256"] is None:
         return None
-    before = read_config(run).get("data") or {}
-    if any(key not in before or before[key] != getattr(data, key) for key in MADE_BY):
+    written = read_config(run)
+    before = written.get("data") or {}
+    # an imported run has no config.yaml before its first job, and its record says less
+    known = [(key, before.get(key, ...)) for key in MADE_BY] if written else _data_of(record["identity"])
+    if any(value != getattr(data, key) for key, value in known):
         return None
-    for folder in prepared_in(config.run.storage_path):
-        if split_location(folder)[1].startswith(f"{data.recipe}-"):
+    look = partial(_prepared_as, data.recipe, record["manifest_sha256"])
+    here, there = config.run.storage_path, (written.get("run") or {}).get("storage_path")
+    found = look(here)
+    if found is None and there not in (None, here):
+        with contextlib.suppress(RegrowError, OSError):  # out of reach from here, perhaps for good
+            found = within(ELSEWHERE_S, partial(look, there))
+    return found
+
+
+def _data_of(identity: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Those settings in a run's record that say how its recipe makes a corpus."""
+    return [(key, identity[f"data.{key}"]) for key in MADE_BY if f"data.{key}" in identity]
+
+
+def _prepared_as(recipe: str, manifest_sha256: str, storage_path: str) -> str | None:
+    """The folder of this corpus of a recipe below a run.storage_path. Raises UnavailableError, and OSError of it."""
+    for folder in prepared_in(storage_path):
+        if split_location(folder)[1].startswith(f"{recipe}-"):
             try:
-                if Manifest.load(folder).sha256 == record["manifest_sha256"]:
+                if Manifest.load(folder).sha256 == manifest_sha256:
                     return folder
             except UnavailableError:
                 raise
