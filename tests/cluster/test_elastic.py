@@ -366,3 +366,24 @@ def test_without_changes_in_place_all_workers_restart_from_memory(
         assert not pids(second) & pids(first)
         assert job.wait(300) == 0, job.printed()
         assert_same_run(job, undisturbed)
+
+
+@pytest.mark.long
+def test_without_changes_in_place_ray_train_restarts_all_workers_for_a_node_that_came(
+    storage: Path, backend: str
+) -> None:
+    """It looks for one once a minute, and tells nobody."""
+    more = ["cluster.in_place=false", "train.steps=5000"]
+    with local_nodes(2, cpus=2) as nodes, start(storage, "resized", nodes, backend, 2, 3, *more) as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (first,) = job.events("generation")
+        nodes.add()
+        second = wait_for_generation(job, 2)
+        assert (first["world_size"], second["world_size"]) == (2, 3)
+        assert (second["source"], second["cause"]) == ("snapshot", "grow")
+        assert not pids(second) & pids(first)
+        assert job.events("failure") == []
+        job.wait_for(lambda: job.last_step() >= second["start_step"] + 10, 240)
+        job.interrupt()
+        assert job.wait(300) == 130, job.printed()
+        assert [row["step"] for row in job.metrics()] == list(range(1, job.last_step() + 1))
