@@ -36,6 +36,7 @@ NOT_SHOWN = {  # by the dashboard: others say the same, or alerts alone ask for 
     "ray_regrow_trained_tokens",
     "ray_regrow_snapshots_total",
     "ray_regrow_last_snapshot_timestamp_seconds",
+    "ray_regrow_snapshot_interval_seconds",
     "ray_regrow_checkpoint_step",
     "ray_regrow_stops_total",
     "ray_regrow_own_ray",
@@ -294,6 +295,20 @@ STORIES = {
     "no snapshot commits": Story(
         sound(last_snapshot_timestamp_seconds="0+60x60 3600x120"), {69: set(), 72: {"RegrowSnapshotOld"}}
     ),
+    "snapshots lie fourteen minutes apart": Story(
+        sound(
+            last_snapshot_timestamp_seconds=" ".join(str(60 * (at // 14 * 14)) for at in range(181)),
+            snapshot_interval_seconds="840x180",
+        ),
+        {at: set() for at in range(181)},
+    ),
+    **{
+        f"no snapshot commits, of which there is one every {interval_s} s": Story(
+            sound(last_snapshot_timestamp_seconds="0+60x60 3600x120", snapshot_interval_seconds=f"{interval_s}x180"),
+            {after - 1: set(), after + 2: {"RegrowSnapshotOld"}, 180: {"RegrowSnapshotOld"}},
+        )
+        for interval_s, after in ((60, 70), (840, 102))
+    },
     "nodes are missing": Story(sound(world_size="64x60 56x120"), {61: set(), 90: set(), 92: {"RegrowBelowTargetSize"}}),
     "a node is missing for a while": Story(sound(world_size="64x60 56x20 64x100"), {at: set() for at in (70, 91, 120)}),
     "much is lost": Story(

@@ -16,6 +16,7 @@ from ray.util import metrics as ray_metrics
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, RunConfig, SnapshotConfig, TrainConfig
 from regrow.control.cadence import FIRST_AFTER_STEPS, Cadence
+from regrow.control.spacing import FIRST
 from regrow.record.events import FAILURES, GRACEFUL, Cause, Event, Rollback, from_row
 from regrow.record.history import KEPT_S, History
 from regrow.record.ledger import STATES
@@ -297,6 +298,26 @@ def test_rows_become_totals_and_newest_values() -> None:
 def test_a_ray_that_ends_with_its_job_is_told_from_one_that_it_joined(address: str | None, own: int) -> None:
     config = PretrainConfig(cluster=ClusterConfig(address=address))
     assert value(Figures(config, make_cadence(), [], T0), "own_ray") == own
+
+
+def test_snapshots_are_expected_as_far_apart_as_was_set_or_chosen_and_steps_take() -> None:
+    def told(figures: Figures, step_s: float) -> float | None:
+        for step in (1, 2):
+            figures.row(make_row(step, step_s), T0)
+        figures.tick(T0)
+        return figures.values.get(("regrow_snapshot_interval_seconds", ""))
+
+    chosen = {"every_steps": 14, "before": 4, "commit_s": 5.0, "step_s": 60.0, "mtbf_s": 6e5, "steps_lost": 14}
+    spaced = [event("submitted", time=T0), event("snapshot_spacing", time=T0, **chosen)]
+    live = make_figures()
+    for each in spaced:
+        live.event(each, T0)
+    for figures in (live, make_figures(spaced)):  # the second one as after a restart
+        assert told(figures, 60.0) == pytest.approx(14 * 60)
+    assert told(make_figures([*spaced, event("submitted", time=T0)]), 60.0) == pytest.approx(FIRST * 60)
+    for every_steps, interval_s in ((3, 180.0), (0, None)):
+        config = PretrainConfig(snapshot=SnapshotConfig(every_steps=every_steps))
+        assert told(Figures(config, make_cadence(), [], T0), 60.0) == interval_s
 
 
 def test_ranks_that_wait_are_counted_and_are_not_missing() -> None:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from regrow.config.check import world_sizes
 from regrow.config.schema import PretrainConfig
-from regrow.config.snapshots import takes_snapshots
+from regrow.config.snapshots import fixed_every_steps, takes_snapshots
 from regrow.control.cadence import FIRST_AFTER_STEPS, Cadence
+from regrow.control.spacing import FIRST
 from regrow.errors import first_line
 from regrow.progress import last_step
 from regrow.record.events import (
@@ -33,6 +34,7 @@ from regrow.record.events import (
     Generation,
     Incident,
     Row,
+    SnapshotSpacing,
     Spares,
     Stopped,
     Submitted,
@@ -127,6 +129,7 @@ FAMILIES = {
         # what is safe
         Family("regrow_snapshots_total", "steps that were committed in the nodes' memory"),
         Family("regrow_snapshot_step", "the newest of them"),
+        Family("regrow_snapshot_interval_seconds", "expected between two, at the present pace"),
         Family("regrow_last_snapshot_timestamp_seconds",
                "when it was committed, and later by what passed without a group; before it, when training began, or "
                "the coordinator was restarted"),
@@ -190,6 +193,8 @@ class Figures:
         train, cluster = config.train, config.cluster
         self._tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
         self._cadence, self._takes_snapshots = cadence, takes_snapshots(config.snapshot)
+        fixed = fixed_every_steps(config.snapshot)
+        self._first_spacing = self._spacing = FIRST if fixed is None else fixed  # steps from one snapshot to the next
         self._step_s, self._generation = 0.0, 0  # smoothed, without each generation's first step, which compiles
         self._set("regrow_running", 1)
         self._target_steps = last_step(train.steps, train.stop_at_step)
@@ -299,6 +304,7 @@ class Figures:
         for state, seconds in self._history.seconds.items():
             self.values["regrow_state_seconds_total", state] = seconds
         self._set("regrow_checkpoint_interval_seconds", self._checkpoint_interval_s(now))
+        self._set("regrow_snapshot_interval_seconds", self._spacing * self._step_s or None)
 
     def _see(self, event: Event, now: float) -> None:
         """What an event tells of the present, whenever it is read."""
@@ -319,6 +325,7 @@ class Figures:
                 self.values.pop(("regrow_last_snapshot_timestamp_seconds", ""), None)
                 self._set("regrow_spare_ranks", 0)
                 self._set("regrow_target_steps", self._target_steps)
+                self._spacing = self._first_spacing
                 self.values.pop(("regrow_step", ""), None)
                 self._without_ranks()  # a group that died with its driver has left no word of it
             case Trained():  # before its last step where it was asked to stop
@@ -335,6 +342,8 @@ class Figures:
                     self.values.setdefault(("regrow_last_snapshot_timestamp_seconds", ""), event.time)
             case Spares():
                 self._set("regrow_spare_ranks", event.count)
+            case SnapshotSpacing():
+                self._spacing = event.every_steps
             case Forming() | Failure() | Stopped():
                 self._idle_since = now if self._idle_since is None else self._idle_since
                 self._without_ranks()
