@@ -498,6 +498,15 @@ def test_the_pod_monitor_finds_the_ports_of_rendered_pods() -> None:
     assert scraped <= ports["head"]
 
 
+def test_the_documentations_settings_of_a_prometheus_without_an_operator_name_nodes_and_rules() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    blocks = [block for block in re.findall(r"(?:^    .+\n)+", text, re.MULTILINE) if "scrape_configs:" in block]
+    (settings,) = map(yaml.safe_load, blocks)
+    assert set(settings) == {"scrape_configs", "rule_files"}
+    (written,) = re.findall(r"rules\.yaml'.*> (\S+)$", text, re.MULTILINE)
+    assert settings["rule_files"] == [written]
+
+
 def test_the_documentation_names_every_alert_and_file() -> None:
     document = (ROOT / "docs" / "metrics.md").read_text()
     assert re.findall(r"^\| `(Regrow\w+)` \|", document, re.MULTILINE) == ALERTS
