@@ -116,6 +116,51 @@ def test_another_corpus_is_refused(tmp_path: Path) -> None:
         open_run(config(tmp_path), manifest_sha256="bb")
 
 
+def test_another_filter_is_refused_before_a_corpus_is_prepared_by_it(tmp_path: Path) -> None:
+    """Before, a cluster was joined and a whole corpus made, and then two hashes named no setting."""
+    first = config(tmp_path)
+    first.data.min_score, first.data.language = 3.0, "en"
+    open_run(first, manifest_sha256="aa")
+    check_may_start(first)
+    with pytest.raises(ResumeError, match=r"\(data\.language: en -> None; data\.min_score: 3\.0 -> None\)"):
+        check_may_start(config(tmp_path))
+    again = config(tmp_path)
+    again.data.min_score, again.data.language, again.data.rows_per_shard = 3, "en", 64
+    with pytest.raises(ResumeError, match=r"\(data\.rows_per_shard: 8192 -> 64\)"):
+        check_may_start(again)
+
+
+def test_a_setting_that_an_older_run_did_not_have_refuses_nothing(tmp_path: Path) -> None:
+    run = open_run(config(tmp_path), manifest_sha256="aa")
+    written = read_config(run.folder)
+    del written["data"]["language"]
+    run.folder.write_bytes("config.yaml", json.dumps(written).encode())
+    changed = config(tmp_path)
+    changed.data.language, changed.data.source, changed.data.end_of_text = "en", "a copy", "<|endoftext|>"
+    check_may_start(changed)
+    run.folder.delete("config.yaml")
+    check_may_start(changed)
+
+
+def test_another_corpus_is_refused_with_the_settings_that_it_may_come_of(tmp_path: Path) -> None:
+    open_run(config(tmp_path), manifest_sha256="aa")
+    changed = config(tmp_path)
+    changed.data.source, changed.data.tokenizer = "text", "tokenizer.json"
+    named = r"corpus: aa -> bb; data\.source: None -> text; data\.tokenizer: None -> tokenizer\.json"
+    with pytest.raises(ResumeError, match=named):
+        find_or_create(changed, manifest_sha256="bb")
+    with pytest.raises(ResumeError, match=r"\(corpus: aa -> bb\), by the same settings: what data\.source"):
+        find_or_create(config(tmp_path), manifest_sha256="bb")
+    changed = config(tmp_path)
+    changed.run.name, changed.data.corpora = "mixed", {"web": "/here"}
+    open_run(changed, manifest_sha256="aa")
+    changed.data.corpora = {"web": "/there"}
+    with pytest.raises(ResumeError, match=r"data\.corpora: \{'web': '/here'\} -> \{'web': '/there'\}"):
+        find_or_create(changed, manifest_sha256="bb")
+    changed.data.min_score = 3.0  # of a recipe that makes nothing
+    check_may_start(changed)
+
+
 def test_resume_false_refuses_an_existing_run_and_leaves_it_alone(tmp_path: Path) -> None:
     open_run(config(tmp_path), manifest_sha256="aa")
     before = (tmp_path / "mine" / "run.json").read_bytes()

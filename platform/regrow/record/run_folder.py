@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -25,6 +25,9 @@ from regrow.storage import Storage, join_location, local_path, path_of
 RUN_FILE, CONFIG_FILE, CHECKPOINTS = "run.json", "config.yaml", "checkpoints"
 LEAST_ROOM = 1 << 20  # bytes: a full file system seldom says 0, and a line of the logs may have as many
 DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per_group", "window_steps", "mixture")
+# beside these, settings by which a recipe makes another corpus, and such as say where a corpus comes from
+MADE_KEYS = ("rows_per_shard", "min_score", "language", "min_language_score", "max_document_chars")
+FROM_KEYS = ("source", "tokenizer", "end_of_text", "corpora")
 
 
 def run_folder(config: PretrainConfig) -> Storage:
@@ -194,6 +197,16 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     if flat.pop("optim.moments") is not Dtype.float32:  # as all were before there was a choice
         flat["optim.moments"] = config.optim.moments.value
     return {"run.seed": config.run.seed, **flat}
+
+
+def data_before(folder: Storage, config: PretrainConfig, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the data, flat: as in a run's config.yaml, and as now; without those that were not there yet then.
+
+    Raises RegrowError where it is damaged.
+    """
+    before = read_config(folder).get("data") or {}
+    known = [key for key in keys if key in before]
+    return {f"data.{key}": before[key] for key in known}, {f"data.{key}": getattr(config.data, key) for key in known}
 
 
 def model_of(settings: Mapping[str, Any]) -> ModelConfig:

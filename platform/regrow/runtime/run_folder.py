@@ -15,7 +15,10 @@ from regrow.errors import ResumeError
 from regrow.record.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
+    FROM_KEYS,
+    MADE_KEYS,
     RUN_FILE,
+    data_before,
     differences,
     identity,
     new_run_id,
@@ -62,6 +65,9 @@ def check_may_start(config: PretrainConfig) -> None:
     old, mine = record["identity"], identity(config)
     if record["manifest_sha256"] is None:
         mine = {key: value for key, value in (LEFT_OUT | mine).items() if key in old}
+    elif not config.data.corpora:
+        before, now = data_before(folder, config, MADE_KEYS)
+        old, mine = old | before, mine | now
     _refuse_changes(config, old, mine)
 
 
@@ -90,8 +96,8 @@ def find_or_create(config: PretrainConfig, *, manifest_sha256: str) -> Run:
     else:
         if record["manifest_sha256"] is None:
             write_record(folder, run_id=record["run_id"], identity=mine, manifest_sha256=manifest_sha256)
-        else:
-            _refuse_changes(config, {"corpus": record["manifest_sha256"]}, {"corpus": manifest_sha256})
+        elif record["manifest_sha256"] != manifest_sha256:
+            _refuse_corpus(config, folder, record["manifest_sha256"], manifest_sha256)
         steps = committed_steps(folder / CHECKPOINTS)
         run = Run(folder, record["run_id"], steps[0] if steps else 0)
     return run
@@ -121,3 +127,14 @@ def _refuse_changes(config: PretrainConfig, old: dict[str, Any], new: dict[str, 
             f"run {config.run.name!r} exists with other settings ({'; '.join(changed)}); "
             "set them back to continue it, or choose another run.name"
         )
+
+
+def _refuse_corpus(config: PretrainConfig, folder: Storage, old: str, new: str) -> None:
+    before, now = data_before(folder, config, FROM_KEYS)
+    if before != now:
+        _refuse_changes(config, {"corpus": old, **before}, {"corpus": new, **now})
+    raise ResumeError(
+        f"run {config.run.name!r} began with another corpus (corpus: {old} -> {new}), by the same settings: what "
+        "data.source, data.tokenizer or data.corpora name has changed since; bring that back, or the corpus that it "
+        "began with to <run.storage_path>/data, or choose another run.name"
+    )
