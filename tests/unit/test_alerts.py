@@ -324,12 +324,20 @@ STORIES = {
         {at: set() for at in (30, 33, 36, 40, 50, 70)},
     ),
     "a group is small for long": Story(
-        sound()
-        | {
-            f"ray_regrow_goodput_ratio{{{WORKER}}}": "0.98x180",
-            f"ray_regrow_effective_ratio{{{WORKER}}}": "0.97x60 0.85x120",
-        },
+        sound(submitted_timestamp_seconds="0x180", goodput_ratio="0.98x180", effective_ratio="0.97x60 0.75x120"),
         {60: set(), 85: set(), 95: {"RegrowEffectiveLow"}},
+    ),
+    "all of its steps are slow, from the first one on": Story(
+        sound(submitted_timestamp_seconds="0x180", goodput_ratio="0.98x180", effective_ratio="0.85x180"),
+        {90: set(), 121: set(), 125: {"RegrowEffectiveLow"}, 180: {"RegrowEffectiveLow"}},
+    ),
+    "its start takes two minutes and its first step nearly seven, and nothing is lost after it": Story(
+        sound(
+            submitted_timestamp_seconds="0x180",
+            goodput_ratio="_x9 " + " ".join(f"{1 - 120 / (60 * at):.6f}" for at in range(9, 181)),
+            effective_ratio="_x9 " + " ".join(f"{1 - (120 + 394) / (60 * at):.6f}" for at in range(9, 181)),
+        ),
+        {at: set() for at in range(181)},
     ),
     **{
         f"{kind} is suspected": Story(
