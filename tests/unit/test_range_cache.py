@@ -5,12 +5,15 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
 
 from regrow.config.schema import DataConfig
+from regrow.data.read import range_cache
 from regrow.data.read.corpora import Corpora
 from regrow.data.read.outage import Patience, PatientReader
 from regrow.data.read.range_cache import LOCKS, RangeCache
@@ -154,6 +157,37 @@ def test_processes_that_want_a_range_at_once_fetch_it_once(tmp_path: Path) -> No
         process.join(60)
         assert process.exitcode == 0
     assert (tmp_path / "log").read_bytes() == b"x" * 20
+
+
+def _stop_while_fetching(folder: Path) -> None:
+    def fetch() -> bytes:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return b"rows"
+
+    RangeCache(folder, 1 << 20).get("a", fetch)
+
+
+def test_a_process_that_is_stopped_while_it_fetches_does_not_block_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, they waited for its lock without a deadline: the stream's tasks, and ranks that read directly."""
+    monkeypatch.setattr(range_cache, "PATIENCE_S", 0.2)
+    stopped = multiprocessing.get_context("spawn").Process(target=_stop_while_fetching, args=(tmp_path,))
+    stopped.start()
+    assert stopped.pid is not None
+    assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
+    found = list[bytes]()
+    reading = Thread(target=lambda: found.append(RangeCache(tmp_path, 1 << 20).get("a", lambda: b"rows")))
+    reading.start()
+    reading.join(30)
+    os.kill(stopped.pid, signal.SIGKILL)
+    reading_was_over = list(found)
+    reading.join()
+    stopped.join()
+    assert reading_was_over == [b"rows"]
+    again = RangeCache(tmp_path, 1 << 20)
+    assert again.get("a", lambda: b"never") == b"rows"
+    assert again.counts.hits == 1
 
 
 def test_a_remote_corpus_is_read_by_ranges_through_the_cache(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Ranges of remote files, kept on this node's disk up to a size: what several processes of a node need is fetched once.
 
 Plain files in a folder that all processes of the node share. The first one to need a range fetches it, the others wait
-for that; the ranges used longest ago are deleted. Content is not checked here: readers have checksums of their own, and
-forget a range that turned out damaged.
+for that, for a while; the ranges used longest ago are deleted. Content is not checked here: readers have checksums of
+their own, and forget a range that turned out damaged.
 """
 
 import contextlib
@@ -14,11 +14,13 @@ import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 LOCKS = 64  # ranges that a node can be fetching at a time
+PATIENCE_S, LOOK_S = 5.0, 0.05  # for a range that another process fetches, before it is fetched twice; between looks
 SCAN_SHARE = 64  # the folder is measured each time this part of the limit was written
 KEPT = re.compile(r"[0-9a-f]{30}|\.[0-9a-f]{16}")  # names of ranges, and of what is being written
 KEEP_SHARE = 0.9  # of the limit is left by an eviction
@@ -103,13 +105,16 @@ class RangeCache:
 
     @contextlib.contextmanager
     def _only_one(self, path: Path) -> Iterator[None]:
-        """Hold one of the node's locks, by the range's name; do without where the disk does not let us."""
+        """Hold one of the node's locks, by the range's name; do without where the disk does not let us, and where the
+        process that has it is stopped, or takes longer than PATIENCE_S."""
         name = self.folder / f"lock-{int(path.name[:8], 16) % LOCKS:02d}"
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
                 stack.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                give_up_at = time.monotonic() + PATIENCE_S
+                while not _try_lock(lock) and time.monotonic() < give_up_at and not path.exists():
+                    time.sleep(LOOK_S)
             yield
 
     def _keep(self, path: Path, data: bytes) -> None:
@@ -146,6 +151,15 @@ class RangeCache:
             path.unlink(missing_ok=True)
             size -= num_bytes
             self.counts.evicted_bytes += num_bytes
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Raises OSError where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(path: Path) -> bytes | None:
