@@ -6,12 +6,14 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,6 +284,19 @@ def train_in_this_group(arguments: list[str]) -> str:
             pass
         run.close(progress)
     return printed.getvalue()
+
+
+def test_what_is_left_out_of_a_corpus_is_said_and_is_in_the_log(tmp_path: Path, corpus: Path) -> None:
+    torn = shutil.copytree(corpus, tmp_path / "torn")
+    replace(Manifest.load(torn), damaged={"1.parquet[0:60]": "no footer", "2.parquet": "cut short"}).save(torn)
+    arguments = [f"run.storage_path={tmp_path}", f"data.corpora.rows={torn}", *SMALL, "train.stop_at_step=1"]
+    (printed,) = run_ranks(train_in_this_group, 1, arguments)
+    (note,) = [event for event in read_events(Storage.at(tmp_path) / "debug") if event["event"] == "note"]
+    assert note["text"] == (
+        "rows: 2 pieces of its source could not be read and are left out, the first: 1.parquet[0:60]: no footer; "
+        f"python -m jobs.inspect_data {torn} names them"
+    )
+    assert note["text"] in printed
 
 
 @pytest.mark.parametrize("axes", [["parallel.tp=2"], ["parallel.cp=2"], ["parallel.pp=2"], ["parallel.dp_replicate=2"]])

@@ -30,7 +30,7 @@ from regrow.control.membership import ENDS_WITH_JOB
 from regrow.control.states import Settling
 from regrow.data.preflight import Outlook
 from regrow.data.read.corpora import Corpora
-from regrow.data.read.manifest import Shard
+from regrow.data.read.manifest import Manifest, Shard
 from regrow.errors import DataError, RegrowError
 from regrow.record import events
 from regrow.record.claim import Claim
@@ -173,6 +173,28 @@ def test_what_ray_train_copies_to_each_worker_does_not_grow_with_the_corpus(tmp_
     trainer = trainer_of(tmp_path, corpora, PretrainConfig(), run_id="run")
     assert len(cloudpickle.dumps(trainer.train_run_context)) < 500e3
     assert len(cloudpickle.dumps(trainer._get_train_func())) > 2e6
+
+
+def test_a_run_on_a_corpus_without_all_of_its_source_says_so_in_its_log(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the manifest alone named them: half of a source may be torn where it is copied."""
+    noted = list[Any]()
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        write_rows(folder, num_rows=24)
+    replace(Manifest.load(torn), damaged={"1.parquet[0:60]": "no footer", "2.parquet": "cut short"}).save(torn)
+    corpora = Corpora.of({"a": str(whole), "b": str(torn)}, DataConfig())
+    monkeypatch.setattr(driver, "start_stream", lambda *_, **__: None)
+    monkeypatch.setattr(Session, "_trainer", lambda session: None)
+    session.coordinator = SimpleNamespace(note=SimpleNamespace(remote=lambda *said: noted.append(said)))
+    session.run = Run(Storage.at(tmp_path / "run"), RUN_ID, None)
+    session._prepare(corpora, driver.Startup(), {})
+    line = (
+        f"b: 2 pieces of its source could not be read and are left out, the first: 1.parquet[0:60]: no footer; "
+        f"python -m jobs.inspect_data {torn} names them"
+    )
+    assert noted == [("note", {"text": line})]
 
 
 @pytest.mark.parametrize(("reason", "kept"), [("interrupted", True), ("stop_at_step", False)])

@@ -163,6 +163,7 @@ class Session:
         """All that `train` needs. Raises ClusterError as `_trainer`, and OSError where storage fails."""
         config, run = self.config, self.run
         write_config(run, config)  # the run is ours: a job that is refused has ended before
+        _note_what_is_left_out(self.coordinator, corpora)
         self.stream = start_stream(config, corpora, start_step=run.resumed_step or 0, stop_step=_last_step(config))
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
@@ -399,6 +400,12 @@ class Interrupts(StopRequest):
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.heard():
             self._console.message(self.told)
+
+
+def _note_what_is_left_out(coordinator: Any, corpora: Corpora) -> None:
+    """In the log, with whose other events it is shown."""
+    for text in corpora.left_out():
+        coordinator.note.remote("note", {"text": text})
 
 
 def _end_unbegun(session: Session, error: BaseException) -> None:

@@ -235,6 +235,14 @@ def _submitted(run_id: str) -> events.Submitted:
     )
 
 
+def _log_submission(run: "TorchrunRun") -> None:
+    """That it begins, and what could not be read of its corpora's source."""
+    run.event(_submitted(run.run.run_id))
+    for text in run.corpora.left_out():
+        run.event(events.Note(text=text))
+        run.message(text)
+
+
 class TorchrunRun:
     """A run's folder, held open by the first rank; the loop's hooks, on every rank."""
 
@@ -263,7 +271,7 @@ class TorchrunRun:
         self._request = StopRequest()
         self._asked: list[int] = []  # to stop: the ranks that were, as all know
         self.patience = Patience(patience_s(config), on_wait=self._waits)
-        self.event(_submitted(run_id))
+        _log_submission(self)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 

@@ -77,6 +77,17 @@ class Corpora:
     def eot_id(self) -> int:
         return self.manifests[0].tokenizer.eot_id
 
+    def left_out(self) -> list[str]:
+        """A sentence for each corpus of which not all of its source could be read."""
+        found = []
+        for name, folder, manifest in zip(self.names, self.folders, self.manifests, strict=True):
+            for piece, why in itertools.islice(manifest.damaged.items(), 1):
+                found.append(
+                    f"{name or manifest.recipe}: {len(manifest.damaged):,} pieces of its source could not be read and "
+                    f"are left out, the first: {piece}: {why}; python -m jobs.inspect_data {folder} names them"
+                )
+        return found
+
     def reader(self, split: str, *, retry_s: float | None = RETRY_S) -> "CorporaReader":
         """A reader of the rows of all corpora; what is not patient itself gives `retry_s` as `ShardReader` has it.
 
