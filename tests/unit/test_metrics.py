@@ -23,7 +23,7 @@ from regrow.record.ledger import STATES
 from regrow.record.status import whole_checkpoints
 from regrow.record.work import RATIOS
 from regrow.show import prometheus as module
-from regrow.show.prometheus import FAMILIES, INCIDENTS, Figures, RunMetrics
+from regrow.show.prometheus import FAMILIES, FIRST_ALONE_S, INCIDENTS, Figures, RunMetrics
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -658,9 +658,45 @@ def test_every_counter_is_there_before_it_first_grows(clock: Clock) -> None:
         for label in family.values
     }
     assert kept.total("regrow_failures_total", "worker_died") < 1e-300
-    clock.now += 2
+    clock.now += FIRST_ALONE_S
     made.event(event("failure", cause="worker_died"))
     assert kept.total("regrow_failures_total", "worker_died") == 1.0
+
+
+@pytest.mark.parametrize("cause", ["worker_died", "of a newer release"])
+def test_what_is_counted_before_a_counter_was_scraped_once_is_handed_over_after_that(clock: Clock, cause: str) -> None:
+    """A restarted coordinator's first words, both within Ray's first report: a first value of 1 is no increase."""
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.event(event("coordinator_restarted", generation=1))
+    for _ in range(int(FIRST_ALONE_S)):
+        made.event(event("failure", cause=cause))
+        assert kept.total("regrow_incidents_total", "coordinator_restarted") < 1e-300
+        assert kept.total("regrow_failures_total", cause) < 1e-300
+        clock.now += 1
+    made.tick()
+    assert kept.total("regrow_incidents_total", "coordinator_restarted") == 1
+    made.tick()
+    clock.now += 2
+    made.tick()
+    assert kept.total("regrow_failures_total", cause) == int(FIRST_ALONE_S)
+
+
+def test_a_run_that_stops_holds_nothing_back(clock: Clock) -> None:
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.event(event("submitted", time=T0))
+    clock.now += 1
+    made.event(event("failure", cause="worker_died"))
+    made.event(event("stopped", reason="failed", step=3))
+    assert kept.total("regrow_failures_total", "worker_died") == 1
+    assert kept.total("regrow_stops_total", "failed") == 1
+    only = Recorder()
+    made = make_metrics(only)
+    made.event(event("stopped", reason="failed", step=0))
+    clock.now += 1
+    made.tick()
+    assert only.total("regrow_stops_total", "failed") == 1
 
 
 def test_what_ray_is_handed_adds_up_and_comes_at_most_once_a_second(clock: Clock) -> None:
@@ -676,14 +712,17 @@ def test_what_ray_is_handed_adds_up_and_comes_at_most_once_a_second(clock: Clock
         if len(kept.calls) > before:
             handed_at.add(clock.now)
     assert len(handed_at) == 3
-    clock.now += 1
+    clock.now += FIRST_ALONE_S
     made.tick()
     assert kept.total("regrow_steps_total") == 200
     assert kept.total("regrow_step_seconds_total") == pytest.approx(4)
 
 
-def test_what_does_not_change_is_told_again_and_again_but_for_counters(clock: Clock) -> None:
+def test_what_does_not_change_is_told_again_and_again_but_for_counters(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray forgets a gauge that it is not told of for two of its reports."""
+    monkeypatch.setattr(module, "FIRST_ALONE_S", 0.0)
     kept = Recorder()
     made = make_metrics(kept)
     made.event(event("submitted", time=T0))
@@ -769,10 +808,10 @@ def test_rays_own_counters_and_gauges_take_all_of_it(clock: Clock) -> None:
         warnings.simplefilter("error")
         made = make_metrics(ray_metrics)
         made.event(event("submitted", time=T0))
-        for step in range(1, 50):
+        for step in range(1, 100):
             clock.now += 1
             made.row(make_row(step, loss=math.nan if step % 2 else 1.0))
-        made.event(event("stopped", reason="failed", step=49))
+        made.event(event("stopped", reason="failed", step=99))
     assert made.cpu_s > 0
 
 
@@ -853,7 +892,7 @@ def test_names_follow_prometheus() -> None:
 
 
 def test_labels_know_every_cause_and_incident_beforehand() -> None:
-    """A value that is not known beforehand is counted all the same, but rate() misses the first one."""
+    """A value that is not known beforehand is counted all the same, but the first one shows late."""
     assert set(FAMILIES["regrow_failures_total"].values) == set(FAILURES)
     assert set(FAMILIES["regrow_restarts_total"].values) == {*FAILURES, *GRACEFUL, Cause.resume}
     events = set(re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs/file-formats.md").read_text(), re.MULTILINE))

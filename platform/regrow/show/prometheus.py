@@ -50,8 +50,9 @@ from regrow.record.work import RATIOS
 
 PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
 RUN = "run"  # label of every figure
-# A counter is there before it first grows, or rate() would miss that. Ray refuses 0; this is lost in whatever comes.
+# A counter is scraped before it first grows, or rate() would miss that. Ray refuses 0; this is lost in whatever comes.
 NOTHING = sys.float_info.min
+FIRST_ALONE_S = 45.0  # for that: two of Ray's reports, and a scrape
 
 
 @dataclass(frozen=True)
@@ -408,6 +409,8 @@ class RunMetrics:
         self._events = events if instruments is not None else ()  # until the figures are made of them
         self._made: dict[str, Any] = {}  # counters and gauges by name
         self._handed: dict[Key, float] = {}  # what Ray knows of counters
+        self._first_at: dict[Key, float] = {}  # since when, by the monotonic clock
+        self._is_over = False  # the run has stopped
         self._handed_at = -math.inf  # of the monotonic clock
         self.cpu_s = 0.0  # that all of this took
 
@@ -420,6 +423,7 @@ class RunMetrics:
         self._take(lambda figures, now: figures.row(row, now))
 
     def event(self, event: Event) -> None:
+        self._is_over = self._is_over or isinstance(event, Stopped)
         self._take(lambda figures, now: figures.event(event, now), at_once=isinstance(event, Submitted | Stopped))
 
     def snapshot(self, step: int) -> None:
@@ -447,26 +451,38 @@ class RunMetrics:
             if at_once or steady - self._handed_at >= PUBLISH_S:
                 self._figures.tick(now)
                 self._figures.values["regrow_metrics_cpu_seconds_total", ""] = self.cpu_s
-                self._hand_over(self._instruments)
+                self._hand_over(self._instruments, steady)
                 self._handed_at = steady
         except Exception as error:
             self._instruments = None
             self._note(f"no more metrics: {first_line(error)}")
         self.cpu_s += time.thread_time() - begun
 
-    def _hand_over(self, instruments: Instruments) -> None:
+    def _hand_over(self, instruments: Instruments, steady: float) -> None:
         """Tell Ray by how much counters grew, and the rest anew: it forgets what it is not told for two reports."""
         for key, value in self._figures.values.items():
-            family, tags, before = FAMILIES[key[0]], {RUN: self._run}, self._handed.get(key)
-            if family.is_counter and value == before:
+            family, tags = FAMILIES[key[0]], {RUN: self._run}
+            growth = self._growth(key, value, steady) if family.is_counter else None
+            if growth == 0.0:
                 continue
             if family.label:
                 tags[family.label] = key[1]
             if family.name not in self._made:
                 kind = instruments.Counter if family.is_counter else instruments.Gauge
                 self._made[family.name] = kind(family.name, description=family.help, tag_keys=tuple(tags))
-            if family.is_counter:
-                self._made[family.name].inc(NOTHING if before is None else value - before, tags=tags)
-                self._handed[key] = 0.0 if before is None else value
-            else:
+            if growth is None:
                 self._made[family.name].set(value, tags=tags)
+            else:
+                self._made[family.name].inc(growth, tags=tags)
+
+    def _growth(self, key: Key, value: float, steady: float) -> float:
+        """By how much a counter grows to Ray now; what comes before its first value was scraped waits for that, unless
+        the run is over and Ray may be, too."""
+        if key not in self._handed:
+            self._handed[key], self._first_at[key] = 0.0, steady
+            return NOTHING
+        if steady - self._first_at[key] < FIRST_ALONE_S and not self._is_over:
+            return 0.0
+        growth = value - self._handed[key]
+        self._handed[key] = value
+        return growth
