@@ -405,6 +405,21 @@ def test_reference_worlds_have_a_snapshot_of_each_step_whatever_is_configured() 
         assert (given.policy.memory, given["snapshot_every_steps"]) == (True, 1.0)
 
 
+@pytest.mark.parametrize(("nodes", "spares", "lost_at"), [(1, 0, 1), (1, 1, 2), (2, 0, 2), (4, 0, 4), (64, 0, 20)])
+def test_no_more_copies_are_counted_on_than_there_are_nodes_for(nodes: int, spares: int, lost_at: int) -> None:
+    """A node that is the only one takes what is in memory with it; a process leaves that where it is."""
+    size = f"simulate.gpus={8 * nodes}", "simulate.unit_gpus=1", f"simulate.spares=[{spares}]"
+    given = inputs("+cluster=h100x64", *size, "simulate.gpus_per_node=8", "simulate.num_slices=512", "simulate.days=2")
+    assert given.policy.copies_lost_at == lost_at
+
+    def redone(kind: str) -> float:
+        return estimate_given(given, [Fault(20_000.0, kind, 0.5, notice_s=3.0, away_s=600.0)]).seconds("redo", kind)
+
+    assert given["durable_back_s"] > 10 * given["step_s"]
+    more = redone("gpu") - redone("software")
+    assert (more > given["durable_back_s"] / 2) == (lost_at == 1)
+
+
 def test_drained_nodes_cost_work_where_nothing_is_told_before_they_go() -> None:
     """Under `restart` they are losses like those of a GPU, under the others they are left in good order."""
     for each in inputs_of(configured("+cluster=h100x64", "simulate.days=2")):

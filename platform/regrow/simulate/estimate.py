@@ -27,7 +27,7 @@ from regrow.simulate.faults import (
     resampled,
     retired,
 )
-from regrow.simulate.inputs import KINDS, Inputs, Job
+from regrow.simulate.inputs import KINDS, TAKES_NODE, Inputs, Job
 
 FAULT, BACK, REJOIN, SLOW, SLOW_ENDS, PLANNED, HEAD, END = range(8)
 PARTS = ("notice", "form", "join", "redo", "stop")
@@ -41,6 +41,7 @@ CAUSE_OF = {
     "drain": Cause.drain,
 }  # as regrow's events would have it
 ORIGINS = (*KINDS, "grow", "stop", "slow", "head")  # why a group changes
+NODE_GOES = np.array([origin in TAKES_NODE for origin in ORIGINS])
 IDLE = ("shrunk", "slow", "snapshot", "verify", "wait")  # states that no change of the group causes
 WARM_SHARE = 0.25  # of a run, before nodes that are away are counted: at its beginning none is
 Bools = NDArray[np.bool_]
@@ -319,7 +320,7 @@ class Estimating:
         if change.any():
             self._undo(hit, head, origin, nodes, wrong)
             self.up *= ~change
-            needs = hit & ((nodes >= self.inputs.policy.copies_lost_at) | (not self.inputs.policy.memory))
+            needs = hit & (self._takes_copies(origin, nodes) | (not self.inputs.policy.memory))
             self._stand(
                 now, change, grow | rejoin, stop, head, origin, notice * hit + storage * needs, notice * hit, vary
             )
@@ -391,6 +392,10 @@ class Estimating:
             return (self.healthy >= job.nodes) * 1.0
         return self.speed_of[self.healthy.astype(np.intp)]
 
+    def _takes_copies(self, origin: NDArray[np.intp], nodes: Floats) -> Bools:
+        """Whether a fault takes a snapshot and all its copies, which a process leaves where they are."""
+        return NODE_GOES[origin] & (nodes >= self.inputs.policy.copies_lost_at)
+
     def _undo(self, hit: Bools, head: Bools, origin: NDArray[np.intp], nodes: Floats, wrong: Floats) -> None:
         """Take back what a loss costs of the work before it."""
         inputs, costs = self.inputs, self.costs
@@ -399,7 +404,7 @@ class Estimating:
         begun = self.up - np.floor(self.up / segment) * segment
         if not costs.interval_s:  # a group begins with what is safe
             begun = np.minimum(begun + inputs["lost_committed_steps"] * step_s, self.up)
-        again = wrong + costs.durable_back_s * (nodes >= inputs.policy.copies_lost_at)
+        again = wrong + costs.durable_back_s * self._takes_copies(origin, nodes)
         again = np.where(head, costs.durable_back_s, again)
         undone = np.zeros(self.replicas)
         told = (origin == ORIGINS.index("drain")) & (inputs["notice_drain_s"] == 0)  # it leaves in good order

@@ -344,6 +344,8 @@ def _copies_lost(inputs: Inputs, origin: str) -> float:
     if origin not in TAKES_NODE:
         return 0.0
     lost_at = inputs.policy.copies_lost_at
+    if lost_at <= 1:
+        return 1.0
     return sum(inputs[f"share_{name}"] for name in BURSTS if inputs[f"nodes_{name}"] >= lost_at)
 
 

@@ -54,7 +54,7 @@ def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list
             if simulate.domains if simulate.domains is not None else config.snapshot.domain_label is not None:
                 copies = max(copies, int(figures["nodes_pod"].value))
             figures |= _figures(simulate.own, "simulate.own")
-            copies = simulate.own_copies_lost_at or copies
+            copies = min(simulate.own_copies_lost_at or copies, job.nodes + job.spares)  # there are no more
         made = _policy(name, policy, job, copies)
         if name == OWN and not simulate.own and not takes_snapshots(config.snapshot):
             made = replace(made, memory=False, copies_lost_at=1 << 30)
