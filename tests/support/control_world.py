@@ -10,11 +10,11 @@ import heapq
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from regrow.config.check import world_sizes
+from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
 from regrow.control import commands as c
 from regrow.control import events as e
@@ -175,9 +175,11 @@ class World:
         num_slices: int | None = None,
         verify_every_steps: int = 0,
         cp: int = 1,
+        pp: int = 1,
         fan_out: int | None = None,
     ) -> None:
-        """`num_slices`: of a batch; then the ranks that make no step faster are spares. `cp`: ranks of a unit.
+        """`num_slices`: of a batch; then the ranks that make no step faster are spares. `cp` x `pp`: ranks of
+        a unit; with `pp` it has others where ranks make no whole units of these.
         `fan_out`: of a node; by the seed's turn nodes speak for others, or each for itself."""
         self.fan_out = fan_out or (2 if seed % 2 else FAN_OUT)
         self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
@@ -187,11 +189,12 @@ class World:
             snapshot=SnapshotConfig(copies=copies),
         )
         self.config.cluster.verify_every_steps, self.config.train.steps = verify_every_steps, last_step
-        self.config.parallel.cp = cp
+        self.config.parallel.cp, self.config.parallel.pp, self.config.parallel.least_pp = cp, pp, 1
         self.corrupt: set[str] = set()  # nodes that compute wrong, whichever worker of theirs does
         if num_slices is not None:
             self.config.optim.num_slices, self.config.cluster.spare_workers = num_slices, "auto"
         self.sizes = set(world_sizes(self.config).values())  # that a group may have
+        self.meshes = {size: each.mesh for size, each in topologies(self.config).items()}
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count(1)
         self.nodes: dict[str, Node] = {}
@@ -932,8 +935,9 @@ class World:
             worker = self.workers[member.id]
             worker.rows.begin(generation, step)
             worker.could_have = [each for each in worker.could_have if each <= step]
-        every, num_units = self.config.cluster.verify_every_steps, len(run.formation.members) // self.config.parallel.cp
-        run.checks = Checks(every, num_units, step + 1, self.last_step) if every else None
+        every, mesh = self.config.cluster.verify_every_steps, self.meshes[len(run.formation.members)]
+        checks = Checks(every, mesh.num_units, step + 1, self.last_step, mesh.pp, mesh.num_stages)
+        run.checks = checks if every else None
         if self.newest_committed.step > step:
             self.newest_committed = NEVER
         if is_restored:
@@ -966,6 +970,15 @@ class World:
         run.wanted = run.wanted if answer.wanted is None else answer.wanted
         return answer
 
+    def _checksums(self, wrong: Collection[int], members: Sequence[Member]) -> list[float]:
+        """Of all stages of all units, where these ranks compute wrong."""
+        mesh = self.meshes[len(members)]
+        parts, slots = {mesh.part_of(rank) for rank in wrong}, list[float]()
+        for unit in range(mesh.num_units):
+            for stage in range(mesh.num_stages):
+                slots += (1.0, 2.0 + any(unit * mesh.pp + each % mesh.pp in parts for each in range(stage + 1)), 3.0)
+        return slots
+
     def _leave_all(self, run: Run) -> None:
         for member in run.formation.members:
             self._come_again(self.workers[member.id])
@@ -986,9 +999,7 @@ class World:
         row["state"] = run.state
         try:
             if run.checks is not None and run.checks.is_due(run.step):
-                units = {rank // self.config.parallel.cp for rank in wrong}
-                slots = [number for each in range(run.checks.num_units) for number in (1.0, 2.0 + (each in units), 3.0)]
-                self.tell(e.Verified(generation, run.step, run.checks.judge(run.step, slots)))
+                self.tell(e.Verified(generation, run.step, run.checks.judge(run.step, self._checksums(wrong, members))))
                 if run.generation_is_over(self.control):
                     self._leave_all(run)
                     return
@@ -1330,15 +1341,15 @@ def play_restarts(seed: int) -> World:
     return world
 
 
-def play_corrupt(seed: int, *, sizes: tuple[int, ...] = (3, 4, 5), least: int = 1, cp: int = 1) -> World:
+def play_corrupt(seed: int, *, sizes: tuple[int, ...] = (3, 4, 5), least: int = 1, cp: int = 1, pp: int = 1) -> World:
     """A run in which a node begins to compute wrong, and goes on; a worker may die, and the coordinator. Raises Broken.
 
     What is in the log in the end, and in storage, is nothing that it spoilt, or a line says so. `sizes`: how many nodes
-    there may be, of a rank each, `cp` of which are a unit; `least` of them make a group.
+    there may be, of a rank each, `cp` x `pp` of which are a unit as a rule; `least` of them make a group.
     """
     rng = random.Random(seed)
     num_nodes, last_step = rng.choice(sizes), rng.choice((14, 20))
-    world = World(seed, num_nodes=num_nodes, last_step=last_step, min_workers=least, verify_every_steps=3, cp=cp)
+    world = World(seed, num_nodes=num_nodes, last_step=last_step, min_workers=least, verify_every_steps=3, cp=cp, pp=pp)
     victim = rng.choice([*world.nodes])
     world.after(2.0 + rng.random() * 10.0, lambda: world.corrupt.add(victim))
     if rng.random() < 0.5:

@@ -330,10 +330,28 @@ def test_a_group_that_is_to_have_more_units_than_make_its_steps_shorter_has_a_wo
     config.cluster.spare_workers = "auto"
     table, sizes = topologies(config), world_sizes(config)
     made = Membership(list(sizes), 1, {size: each.step_cost for size, each in table.items()}, sizes)
-    made.least = 10
+    made.deciding = [size for size, each in table.items() if each.mesh.num_units >= 5]
     formed = names(joined(made, "abcdefghijk", 0.0, expected=11))
     assert formed == "abcdefghij"
     assert len(formed) in table
+
+
+def test_a_group_of_as_many_units_as_it_takes_may_be_smaller_than_one_of_fewer() -> None:
+    """Fourteen ranks would be two units of seven stages, twelve are three of four."""
+    config = PretrainConfig()
+    config.parallel.pp = config.parallel.least_pp = 4
+    config.cluster.min_workers, config.cluster.max_workers = 8, 16
+    config.model.num_layers = 32
+    config.optim.num_slices = config.optim.global_batch_seqs = 128
+    table, sizes = topologies(config), world_sizes(config)
+    assert (table[14].mesh.num_units, sizes[14]) == (2, 14)
+    made = Membership(list(sizes), 1, {size: each.step_cost for size, each in table.items()}, sizes)
+    assert len(names(joined(made, "abcdefghijklmn", 0.0, expected=14))) == 14
+    made.deciding = [size for size, each in table.items() if each.mesh.num_units >= 3]
+    made.differing = {"n", "m"}
+    assert names(joined(made, "abcdefghijklmn", 1.0)) == "mnabcdefghij"
+    made.died(["m", "a", "b"])
+    assert joined(made, "cdefghijnkl", 2.0) is None, "eleven are one unit"
 
 
 def test_units_share_the_slices_out() -> None:

@@ -558,6 +558,32 @@ def test_units_of_two_ranks_that_differ_wait_for_both_of_a_third(parallel: Paral
     assert len(told.form(one(5, "f")).members) == 6
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_units_of_two_stages_that_differ_are_told_apart_in_a_group_of_three_ranks_that_may_be_a_unit_each(
+    stage: int,
+) -> None:
+    """Before, the four ranks formed the same two units again and again. Those that differ are among the three."""
+    told = Told(parallel=ParallelConfig(pp=2, least_pp=1), verify_every_steps=4, min_workers=2, max_workers=8)
+    everyone = [one(pid, NODES[pid]) for pid in range(4)]
+    told.form(*everyone)
+    told.begin(NODES)
+    for step in (1, 2):
+        told.row(step)
+        told(e.Verified(told.control.generation, step, Outcome(2, undecided=(stage, 2 + stage), pp=2)))
+    (record,) = told.records("corruption")
+    assert (record["waits_for"], record["is_decided"]) == (3, False)
+    again = taken_up(told, stored=[], parallel=ParallelConfig(pp=2, least_pp=1), max_workers=8)
+    for each in (told, again):
+        members = each.form(*everyone).members
+        assert len(members) == 3
+        assert set(record["ranks"]) <= {member.pid for member in members}
+    told.begin("".join(member.node for member in members))
+    for step in (1, 2):
+        told(e.Verified(told.control.generation, step, Outcome(3, odd=(0,))))
+    assert [each["nodes"] for each in told.records("corruption")[1:]] == [[members[0].node]]
+    assert told.control.ending is None
+
+
 def test_three_units_of_a_kind_that_all_differ_end_the_run() -> None:
     told = verifying(3, max_workers=4)
     for step in (10, 11):
@@ -692,3 +718,11 @@ def test_units_of_two_ranks_that_differ_come_to_an_end_or_to_a_third_whenever_on
     records = [[fields for _, name, fields in world.events if name == "corruption"] for world in found]
     assert sum(bool(world.given_up) for world in found) > 20, "two units are all that there may be"
     assert sum([each["waits_for"] for each in those] == [6, None] for those in records) > 3
+
+
+def test_pipelines_that_differ_come_to_an_end_whenever_a_rank_begins_to_compute_wrong() -> None:
+    """Of 60 runs eight formed the same two units for ever, and four more where a third left one out that differed."""
+    found = [play_corrupt(seed, sizes=(4, 6, 7), least=2, pp=2) for seed in range(60)]
+    records = [[fields for _, name, fields in world.events if name == "corruption"] for world in found]
+    assert all(world.done and those[-1]["is_decided"] for world, those in zip(found, records, strict=True))
+    assert sum(those[0]["waits_for"] == 3 for those in records) > 10

@@ -1,6 +1,6 @@
 """What is done about units that compute wrong: they are named, their hosts given up, the run goes back. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
@@ -16,7 +16,7 @@ from regrow.control.states import Training
 from regrow.control.too_few import A_THIRD
 from regrow.control.values import COMPUTED_WRONG, SnapshotAck
 from regrow.control.verification import CONFIRMED, Finding, Outcome, Verification, named
-from regrow.record.events import Cause
+from regrow.record.events import Cause, Corruption
 
 DECIDING_UNITS = 3  # of which two agree
 
@@ -136,21 +136,21 @@ class Corruptions:
                 self._unconfirmed = self._differing(event.step, outcome)
             self._snapshots.verify(verified, verification.next_after(event.step))
             if not outcome.differs:
-                self._group.decided()
+                self._ask_which((), (), "")
             return
         where = f"{named(found.parts, outcome.pp)}: " if outcome.pp > 1 else ""
-        waits_for = None if found.is_decided else self._deciding(found, outcome.num_units)
+        sizes = () if found.is_decided else self._deciding(found, outcome.num_units)
         detail = f"{where}{' and '.join(outcome.compared)} of the same micro-batch"
-        self._record(event.step, found, detail, waits_for)
+        self._record(event.step, found, detail, min(sizes, default=None))
         self._snapshots.go_back(found.state_of, now)
         self._drop_checkpoints(found.state_of)
         if found.is_decided:
             parts = named(found.parts, outcome.pp)
             detail = f"{parts}: its checksums in step {event.step} differ from those of most others"
-            self._group.decided()
+            self._ask_which((), (), "")
             self._give_up_hosts(found, detail, now)
             return
-        self._differ(found, event.step, waits_for, now)
+        self._differ(found, event.step, sizes, now)
 
     def _differing(self, step: int, outcome: Outcome) -> str:
         parts = (*outcome.odd, *outcome.undecided)
@@ -174,14 +174,29 @@ class Corruptions:
         checkpoints.stored = min(checkpoints.stored, stored)
         self._out.extend(NoteDamaged(each, COMPUTED_WRONG.format(step=step), True) for each in dropped)
 
-    def _deciding(self, found: Finding, num_units: int) -> int | None:
-        """Members of a group with a third unit, which can tell; None: it would not, or there is none that is allowed.
-        `num_units` has those of other kinds of device, too."""
+    def _deciding(self, found: Finding, num_units: int) -> tuple[int, ...]:
+        """World sizes of groups with a third unit, which can tell; none: it would not, or there is none that is
+        allowed. `num_units` has those of other kinds of device, too."""
         missing = DECIDING_UNITS - len({part // self.verification.mesh.pp for part in found.parts})
-        sizes = [size for size, mesh in self._meshes.items() if mesh.num_units >= num_units + missing]
-        return min(sizes) if missing > 0 and self._group.in_place and sizes else None
+        return self._with_units(num_units + missing) if missing > 0 and self._group.in_place else ()
 
-    def _differ(self, found: Finding, step: int, waits_for: int | None, now: float) -> None:
+    def _with_units(self, num_units: int) -> tuple[int, ...]:
+        """World sizes of so many units or more: a smaller one may have more of them than a larger one."""
+        return tuple(size for size, mesh in self._meshes.items() if mesh.num_units >= num_units)
+
+    def go_on(self, question: Corruption, members: Sequence[Member]) -> None:
+        """Another coordinator has left this open, and a group of these members. How many units it takes is not in the
+        log: as many as the smallest group has that would do."""
+        sizes = self._with_units(self._meshes[question.waits_for or min(self._meshes)].num_units)
+        differing = [members[rank] for rank in question.ranks if rank < len(members)]
+        self._ask_which(sizes, differing, question.sentence())
+
+    def _ask_which(self, sizes: Collection[int], differing: Collection[Member], question: str) -> None:
+        """The next group is of one of these sizes, which tells which of these members computes wrong; empty: of any."""
+        membership, self._group.too_few.open_question = self._group.membership, question
+        membership.deciding, membership.differing = sizes, {member.id for member in differing}
+
+    def _differ(self, found: Finding, step: int, sizes: tuple[int, ...], now: float) -> None:
         """Units differ, and it is not known which is wrong."""
         group, parts = self._group, named(found.parts, self.verification.mesh.pp)
         nodes = _shown(found.members)
@@ -190,11 +205,12 @@ class Corruptions:
             "and there is no third of their kind to tell which is wrong; the state of step "
             f"{found.state_of} is the newest known to be right"
         )
-        if waits_for is not None:
+        if sizes:
             group.failed(Cause.corrupted, f"{parts} differ in step {step}, and a third is to tell", [])
-            group.wait_to_decide(waits_for, question, now)
-            return
-        group.give_up(f"{question}: {A_THIRD}")
+            self._ask_which(sizes, found.members, question)
+            group.count_left(now)
+        else:
+            group.give_up(f"{question}: {A_THIRD}")
         group.break_off(now)
 
     def _tell(self, step: int, outcome: Outcome, now: float) -> None:

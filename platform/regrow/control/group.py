@@ -219,16 +219,6 @@ class Group(Losses):
         self.enter(Waiting(), now)
         self._tell_over()
 
-    def wait_to_decide(self, num_members: int, question: str, now: float) -> None:
-        """The next group has so many members at least, as it takes them to tell which unit computes wrong."""
-        self.membership.least, self.too_few.open_question = num_members, question
-        self.count_left(now)
-        self.break_off(now)
-
-    def decided(self) -> None:
-        """It is told, or none is wrong any more."""
-        self.membership.least, self.too_few.open_question = 0, ""
-
     def close(self, event: Closed, now: float) -> None:
         """The run is over: no process of its groups gets any further."""
         self.membership.generation += 1
@@ -293,6 +283,12 @@ def ask_again_s(waiting: Mapping[str, Member], member_id: str, least_s: float, n
         return least_s
     turn = crc32(waiting[member_id].node.encode()) / 2**32
     return least_s + (turn * round_s - now - least_s) % round_s
+
+
+def has_place(formation: Formation | None, member: Member) -> bool:
+    """Whether this group was formed with this very offer."""
+    rank = formation.rank_of(member.id) if formation is not None else None
+    return formation is not None and rank is not None and formation.members[rank] == member
 
 
 def has_lost(membership: Membership) -> bool:

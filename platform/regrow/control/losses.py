@@ -262,7 +262,7 @@ class Losses:
     def count_left(self, now: float) -> None:
         """Where all restart, Ray Train counts."""
         if self.in_place:
-            self.too_few.count(self.membership.num_left, now, deciding=self.membership.least)
+            self.too_few.count(self.membership.num_left, now, deciding=min(self.membership.deciding, default=0))
 
     def _tell_over(self) -> None:
         """Once a generation: all of its ranks say so in the end."""

@@ -107,7 +107,8 @@ class Membership:
     avoided: set[str] = field(default_factory=set)  # nodes
     held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
     their_nodes: set[str] = field(default_factory=set)  # on which others wait, but none that have done steps
-    least: int = 0  # members of a group, while it takes so many to tell which unit computes wrong
+    deciding: Collection[int] = ()  # world sizes that a group may have to tell which unit computes wrong; none: any
+    differing: Collection[str] = ()  # members of which one computes wrong: others are left out before them
     placed: dict[str, int] = field(default_factory=dict)  # by node, workers that live there or start
     spares: tuple[Member, ...] = ()  # that wait, as a group with them would take as long for a step, or be too large
     over_since: float | None = None  # when a coordinator found the group broken that another one had left
@@ -297,12 +298,10 @@ class Membership:
     def _size(self, members: Iterable[Member]) -> int:
         """Of the largest group that these can form, or of the one in its place; 0: none."""
         count = len(self._in_units(members))
-        sizes = (size for size in self.sizes if self.least <= size <= count and size % self.unit == 0)
+        sizes = (size for size in self.deciding or self.sizes if size <= count and size % self.unit == 0)
         largest = max(sizes, default=0)
         fewest = self.fewest.get(largest, largest)
-        if fewest >= self.least:
-            return fewest
-        return max((size for size in self.step_costs or self.sizes if self.least <= size <= largest), default=0)
+        return largest if self.deciding and fewest not in self.deciding else fewest
 
     def _is_better(self, size: int, than: int) -> bool:
         """Whether a step takes less time in a larger group of this size, as far as is known, or it is laid out as
@@ -326,6 +325,7 @@ class Membership:
     def _in_order(self) -> list[Member]:
         """Those that wait, survivors first, in the order of their ranks: what they hold moves least."""
         survivors = [self.waiting[member.id] for member in self.survivors if member.id in self.waiting]
+        survivors.sort(key=lambda member: member.id not in self.differing)
         known = {member.id for member in survivors}
         return survivors + [member for member_id, member in self.waiting.items() if member_id not in known]
 

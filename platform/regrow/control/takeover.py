@@ -44,7 +44,7 @@ class Takeover:
         for member in event.members:
             group.nodes.met(member)
         if (question := self._past.undecided) is not None:
-            group.membership.least, group.too_few.open_question = question.waits_for or 0, question.sentence()
+            self._corruptions.go_on(question, event.members)
         if event.start_step is None:
             group.take_up(Forming(group.generation), event.lost, event.lost_at, now)
             return

@@ -597,7 +597,7 @@ class Corruption(GroupIncident):
     nodes: list[str]  # ids
     verified_step: int  # the newest whose state is known to be right: the run goes back to it, or before
     is_decided: bool = True  # these are wrong; else one of them is
-    waits_for: int | None = None  # ranks of the next group, with a third unit that tells which; None: the run ends
+    waits_for: int | None = None  # fewest ranks of the next group, a third unit of which tells; None: the run ends
     detail: str = ""  # a sentence: what was compared
 
     def sentence(self) -> str:
