@@ -3,6 +3,7 @@
 import gc
 import itertools
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -201,6 +202,26 @@ def test_a_stream_that_dies_comes_back_where_training_is(stream: Any, data_dir: 
             break
         assert time.monotonic() < deadline, fallbacks
         step += 4
+
+
+def test_a_task_that_hangs_costs_some_windows_and_not_the_stream(data_dir: Path, tmp_path: Path) -> None:
+    """As on a node whose mount is dead, here a shard that nothing writes: before, all ranks read directly for good."""
+    mounted = shutil.copytree(data_dir, tmp_path / "mounted")
+    shard, away = mounted / "train-00000.parquet", tmp_path / "away"
+    shard.rename(away)
+    os.mkfifo(shard)
+    config = replace(CONFIG, data=replace(CONFIG.data, stall_timeout_s=0.5))
+    actor = start_stream(config, Corpora.at(mounted), start_step=0, stop_step=4000)
+    step, deadline, is_back, fallbacks = 0, time.monotonic() + 120, False, [(0, "")]
+    while not is_back or fallbacks:
+        digests, fallbacks = in_process(actor, data_dir, step, step + 4, stall_timeout_s=0.5)
+        assert digests == expected_digests(data_dir, step, step + 4)
+        step += 4
+        if not is_back and ray.get(actor.status.remote())["restarts"]:
+            away.replace(shard)
+            is_back = True
+        assert time.monotonic() < deadline, fallbacks
+    stop_stream(actor)
 
 
 def test_a_stopped_stream_leaves_no_task_behind(data_dir: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,14 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
     assert callable(WorkerGroup.has_started)
     assert callable(WorkerGroup._clear_state)
     assert callable(WorkerGroupStateBuilder.shutdown)
+
+
+def test_a_dataset_runs_in_a_thread_that_can_be_shut_down() -> None:
+    """As `data.stream.dataset.end_executions` does where a task hangs."""
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
+    assert issubclass(StreamingExecutor, threading.Thread)
+    assert parameters(StreamingExecutor.shutdown) == ["force", "exception"]
 
 
 def test_the_callback_that_is_left_out_is_still_called_so() -> None:

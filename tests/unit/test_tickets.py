@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,11 +104,76 @@ def test_the_next_dataset_begins_at_once_and_one_that_was_stopped_before_its_fir
     assert (stream.counts["windows"], stream.counts["finished"], stream.counts["restarts"]) == (8, 4, 0)
 
 
+def test_a_dataset_of_which_nothing_comes_is_ended_and_the_next_one_goes_on_where_training_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, one task that hung ended the stream for good: no ticket was left, and no other Dataset began."""
+    monkeypatch.setattr(actor, "STUCK", 1)
+    ended = Event()
+    monkeypatch.setattr(actor, "end_executions", ended.set)
+
+    async def train() -> TokenStream:
+        stream = token_stream(dataset_blocks=8, stall_timeout_s=0.0)
+
+        def bundles(run: int) -> Iterator[Any]:
+            while windows := asyncio.run_coroutine_threadsafe(stream.tickets(run, f"of {run}"), loop).result():
+                if run == 0:
+                    ended.wait(60)
+                    return
+                for block in [(window, block) for window in windows for block in range(4)]:
+                    yield SimpleNamespace(blocks=[SimpleNamespace(metadata=SimpleNamespace(num_rows=1), ref=block)])
+
+        def build(handle: Any, run: int, *more: Any) -> Any:
+            return SimpleNamespace(iter_internal_ref_bundles=lambda: bundles(run))
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(actor, "build_dataset", build)
+        monkeypatch.setattr(actor, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+        thread = asyncio.create_task(asyncio.to_thread(stream._produce, None))
+        while not stream.in_flight:
+            await asyncio.sleep(0.01)
+        assert await stream.get(0, [0], True, 0.0) is None
+        assert await stream.get(1, [0, 3], False, 60.0) == [(1, 0), (1, 3)]
+        await stream.stop()
+        await thread
+        return stream
+
+    stream = asyncio.run(train())
+    assert (stream.counts["restarts"], stream.stuck) == (1, 0)
+    assert caplog.messages == ["token stream: no window 0 for 0 s; restarting it"]
+
+
+def test_a_dataset_is_given_longer_the_more_often_nothing_came_and_is_left_alone_while_blocks_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is no CPU for its tasks, another one does no better; a slow store gives windows late."""
+    now, ended = 0.0, list[float]()
+    monkeypatch.setattr(actor, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(actor, "end_executions", lambda: ended.append(now))
+
+    async def train() -> None:
+        nonlocal now
+        stream = token_stream()
+        while now < 1000.0:
+            if not stream.in_flight:
+                await stream.tickets(stream.run, f"of {stream.run}")
+            assert await stream.get(0, [0], True, 0.0) is None
+            now += 10.0
+        assert ended == [120.0, 130.0 + 240.0, 380.0 + 480.0]  # from the next one's tickets on
+        while now < 2000.0:
+            now += 100.0
+            stream._arrive(stream.run, ["a block"])
+            assert await stream.get(9, [0], False, 0.0) is None
+        assert len(ended) == 3
+
+    asyncio.run(train())
+
+
 def token_stream(**options: Any) -> TokenStream:
     """On the event loop, without the thread that runs Datasets."""
     nothing: Any = None
     layout = BatchLayout(global_batch_seqs=4, num_slices=4, window_steps=8)
-    options = {"prefetch_windows": 2, "stream_cpus": 1.0, **options}
+    options = {"prefetch_windows": 2, "stream_cpus": 1.0, "stall_timeout_s": 20.0, **options}
     stream = TokenStream(nothing, nothing, layout, start_step=0, stop_step=64, **options)
     stream.loop, stream.changed = asyncio.get_running_loop(), asyncio.Event()
     return stream

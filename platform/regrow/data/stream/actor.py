@@ -15,7 +15,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.data.read.batch import BatchLayout, layout_of
 from regrow.data.read.corpora import Corpora, order_of
 from regrow.data.stream.client import first_line_of
-from regrow.data.stream.dataset import build_dataset, import_what_tasks_need
+from regrow.data.stream.dataset import build_dataset, end_executions, import_what_tasks_need
 from regrow.plan.order import Order
 
 DATASET_BLOCKS = 32_768  # of a Dataset before another goes on: Ray keeps some 1 kB for each block until it ends
@@ -23,6 +23,8 @@ KEPT_BACK = 2  # windows behind training that stay, for a rollback
 MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
 KEPT_CALLS = 4  # of a node; each holds on to its blocks
 STOP_S = 5.0  # for its tasks to end
+STUCK = 6  # times data.stall_timeout_s without a block, while ranks are refused: a Dataset's task hangs then
+MOST_DOUBLED = 5  # how often that is doubled, where the next Dataset does no better
 MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
 
 log = logging.getLogger(__name__)
@@ -44,16 +46,19 @@ class TokenStream:
         stop_step: int,
         prefetch_windows: int,
         stream_cpus: float,
+        stall_timeout_s: float,
         dataset_blocks: int = DATASET_BLOCKS,
     ) -> None:
         self.order, self.corpora, self.layout = order, corpora, layout
-        self.prefetch_windows, self.stream_cpus = prefetch_windows, stream_cpus
+        self.prefetch_windows, self.stream_cpus, self.stall_timeout_s = prefetch_windows, stream_cpus, stall_timeout_s
         self.last_window = (stop_step - 1) // layout.window_steps
         self.newest = start_step // layout.window_steps  # the newest window asked for
         self.claimed = False  # whether a rank asked yet: a restarted actor does not know where training is
         self.kept: dict[int, list[Any]] = {}  # window -> references to its blocks
         self.in_flight: deque[int] = deque()  # windows that tickets are out for, in their order
         self.arrived: list[Any] = []  # references of the first one in flight
+        self.heard_at = 0.0  # when a block arrived, or a ticket was drawn with none in flight
+        self.stuck = 0  # Datasets in a row that were ended as nothing came of them
         self.run = 0  # of the Dataset; grows with every other one
         self.dataset_windows = max(1, dataset_blocks // layout.num_blocks)
         self.left = self.dataset_windows  # windows that this run may still draw tickets for
@@ -89,6 +94,7 @@ class TokenStream:
             left_s = give_up_at - time.monotonic()
             if left_s <= 0 or not (window in self.in_flight or window in self._wanted()):
                 self.counts["refused"] += 1
+                self._end_stuck()
                 return None
             await self._change(left_s)
         return [self.kept[window][k] for k in blocks]
@@ -113,6 +119,8 @@ class TokenStream:
         while run == self.run and self.left and not self.stopping:
             windows = [w for w in self._wanted() if w not in self.kept and w not in self.in_flight][: self.left]
             if windows:
+                if not self.in_flight:
+                    self.heard_at = time.monotonic()
                 self.in_flight += windows
                 self.left -= len(windows)
                 return windows
@@ -155,6 +163,8 @@ class TokenStream:
         """Blocks come in the order of the tickets, one after another."""
         if run != self.run:
             return
+        if references:
+            self.heard_at, self.stuck = time.monotonic(), 0
         for reference in references:
             self.arrived.append(reference)
             if len(self.arrived) == self.layout.num_blocks:
@@ -175,6 +185,16 @@ class TokenStream:
         self.counts["finished" if is_finished else "restarts"] += 1
         self._notify()
         return is_finished
+
+    def _end_stuck(self) -> None:
+        """End a Dataset of which nothing comes: one task that hangs, as on a dead mount, holds up those behind its
+        own, until no ticket is left. The next one's tasks may run elsewhere."""
+        silent_s = time.monotonic() - self.heard_at
+        if self.in_flight and silent_s >= STUCK * self.stall_timeout_s * 2**self.stuck:
+            log.warning("token stream: no window %d for %.0f s; restarting it", self.in_flight[0], silent_s)
+            self.stuck = min(self.stuck + 1, MOST_DOUBLED)
+            self._end_run(self.run)
+            end_executions()
 
     async def _end_dataset(self, run: int) -> bool:
         return self._end_run(run)
@@ -263,6 +283,7 @@ def start_stream(
         stop_step=stop_step,
         prefetch_windows=config.data.prefetch_windows,
         stream_cpus=config.data.stream_cpus,
+        stall_timeout_s=config.data.stall_timeout_s,
         dataset_blocks=dataset_blocks,
     )
     stream.start.remote()

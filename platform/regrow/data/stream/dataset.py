@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,17 @@ def build_dataset(
     seed = ray.data.from_arrow(pa.table({"run": [run]}))  # not read_*: that would be one more task, with a CPU
     source = seed.map_batches(draw, batch_size=1, num_cpus=0, label_selector=here)
     return source.map_batches(produce, batch_size=1, batch_format="numpy", num_cpus=stream_cpus)
+
+
+def end_executions() -> None:
+    """End the Datasets that run in this process, also one whose tasks hang: what iterates over it goes on. Returns at
+    once; tasks are cancelled, and hold their CPUs where they cannot be."""
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
+    for thread in threading.enumerate():
+        if isinstance(thread, StreamingExecutor):
+            ending = threading.Thread(target=thread.shutdown, kwargs={"force": False}, name="end-dataset", daemon=True)
+            ending.start()
 
 
 def import_what_tasks_need() -> None:
