@@ -2,7 +2,8 @@
 
 Nothing relies on append or rename: a written file appears whole or not at all. Local paths use the standard library
 alone; URIs go through `pyarrow.fs`, and through `fsspec` for schemes that Arrow does not speak. Transient errors of
-remote stores are retried with backoff until a deadline; what remains is a StorageUnreachable that names the file.
+remote stores are retried with backoff until a deadline, counted from the first of them; what remains is a
+StorageUnreachable that names the file.
 """
 
 import contextlib
@@ -64,7 +65,8 @@ class Storage(ABC):
         return RemoteStorage.from_uri(text) if is_remote(text) else LocalStorage(text)
 
     is_local: bool = False
-    retry_s: float | None = None  # that a remote store is asked again for, below it too; None: RETRY_DEADLINE_S
+    retry_s: float | None = None  # that a remote store which fails is asked again for, below it too; None:
+    # RETRY_DEADLINE_S
     look: Callable[[], None] | None = None  # called before a read, and while one waits to ask again, here and below, by
     # any thread: what it raises is raised
 
@@ -379,7 +381,7 @@ class RemoteStorage(Storage):
     def _retry(self, name: str, operation: Callable[[str], Result]) -> Result:
         path = f"{self.root}/{name}".rstrip("/")
         retry_s = RETRY_DEADLINE_S if self.retry_s is None else self.retry_s
-        give_up_at, wait_s = time.monotonic() + retry_s, RETRY_AFTER_S
+        give_up_at, wait_s = math.inf, RETRY_AFTER_S
         while True:
             self._look()
             try:
@@ -392,6 +394,7 @@ class RemoteStorage(Storage):
                 if any(each in str(error) for each in NO_TRAILERS):
                     raise StorageError(f"{self / name}: {NO_TRAILERS_HELP}: {error}") from error
                 self._open_anew()
+                give_up_at = min(give_up_at, time.monotonic() + retry_s)  # a large file alone may take longer
                 if time.monotonic() + wait_s > give_up_at:
                     raise StorageUnreachable(f"{self / name}: still failing after {retry_s:.0f} s: {error}") from error
                 self._wait(wait_s)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,6 +106,39 @@ def test_transient_errors_are_retried_and_lasting_ones_name_the_file(
     monkeypatch.setattr(storage, "open_file", lambda path: (_ for _ in ()).throw(kind("gone for good")))
     with pytest.raises(OSError, match=r"/file: still failing after 0 s: gone for good"):
         storage.read_bytes("file")
+
+
+def test_what_takes_longer_than_the_deadline_is_tried_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 100 GB takes minutes: its write was given up at the first error, "still failing after 120 s"."""
+    import regrow.storage as module
+
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    storage, tries = Storage.at(f"memory://{uuid.uuid4().hex}"), list[float]()
+    open_stream = storage.fs.open_output_stream  # type: ignore[attr-defined]
+
+    def slow(num_failures: int) -> SimpleNamespace:
+        def opened(path: str) -> object:
+            tries.append(now[0])
+            now[0] += 300.0
+            if len(tries) <= num_failures:
+                raise OSError("503 SlowDown")
+            return open_stream(path)
+
+        return SimpleNamespace(open_output_stream=opened, type_name="py::fsspec")
+
+    storage.fs = slow(1)  # type: ignore[attr-defined]
+    assert storage.write_chunks("file", [b"data"]) == 4
+    assert len(tries) == 2
+    tries.clear()
+    storage.fs = slow(100)  # type: ignore[attr-defined]
+    with pytest.raises(StorageUnreachable, match=r"/file: still failing after 120 s: 503 SlowDown"):
+        storage.write_chunks("file", [b"data"])
+    assert len(tries) == 2
 
 
 def test_who_waits_for_a_store_that_fails_is_asked_whether_it_still_wants_to(monkeypatch: pytest.MonkeyPatch) -> None:
