@@ -1,5 +1,6 @@
 """Documents -> tokenizer -> shards: what a prepared corpus holds, and what can go wrong on the way."""
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -261,6 +262,44 @@ def test_what_another_version_had_finished_is_not_taken_for_a_preparation_begun_
     prepare(CONFIG, WordRecipe(), tmp_path / "words", progress=quiet)
     list(verify(tmp_path / "words"))
     assert read_files(tmp_path / "words") == read_files(corpus)
+
+
+def test_what_a_killed_preparation_has_left_of_a_source_that_grew_since_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lay there for good, a folder whose name begins with a dot, as large as all tokens of the source."""
+    source, said = tmp_path / "source", list[str]()
+    source.mkdir()
+    lines = [json.dumps({"text": " ".join(f"word{k} of {number}" for k in range(20))}) + "\n" for number in range(60)]
+    (source / "log.jsonl").write_text("".join(lines))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "another.jsonl").write_text("".join(lines[:50]))
+    config = replace(CONFIG, recipe="text_files", source=str(source))
+
+    def prepare_it(config: DataConfig, killed: bool) -> None:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            if killed:
+                patch.setattr(prepare_module, "_write_shards", interrupt)
+            find_or_prepare(config, str(tmp_path), progress=lambda task, done, total: said.append(task.name))
+
+    def interrupt(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    others = [replace(config, max_document_chars=5000), replace(config, source=str(tmp_path / "other"))]
+    for each in (*others, config):
+        prepare_it(each, killed=True)
+    (old,) = (path for path in (tmp_path / "data").glob(".*.building") if cache_name(config) in path.name)
+    with open(source / "log.jsonl", "a") as file:
+        file.write(lines[0])
+    assert not [name for name in said if "as it was" in name]
+    with open(old.with_suffix(".lock"), "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare_it(config, killed=True)
+        assert not [name for name in said if "as it was" in name], "another process is at it"
+    prepare_it(config, killed=False)
+    assert [name for name in said if "as it was" in name] == [
+        f"passing over {old}, which is of data.source as it was (delete it)"
+    ]
 
 
 def plan_of(folder: Path) -> bytes:

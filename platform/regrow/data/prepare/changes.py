@@ -5,14 +5,18 @@ it ended, as to a log of JSON lines, is none of the corpus, nor are files that c
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from regrow.config.schema import DataConfig
+from regrow.data.prepare.assemble import PLAN_FILE
 from regrow.data.prepare.documents import Piece, source_changed
 from regrow.data.prepare.files import SourceFiles
-from regrow.storage import is_remote
+from regrow.record.lock import take_lock
+from regrow.storage import Storage, is_remote
 
 TAIL_BYTES = 1024  # that tell a file which was appended to from one that was written anew
 
@@ -56,6 +60,28 @@ def as_read(
         if has.get(name, 0) > had[name] and _tail(files, name, had[name]) == tail:
             has = {**has, name: had[name]}
     return {**after, "files": {name: size for name, size in has.items() if name in had}}
+
+
+def left_of_shorter_sources(place: Storage, fixed: dict[str, Any]) -> list[Path]:
+    """What killed preparations have left beside a corpus' local place that none goes on with: by the same settings, as
+    `fixed`, and of its source before that grew. Not what another process is at."""
+    found = []
+    for plan in sorted(place.local_path.parent.glob(f".*.building/{PLAN_FILE}")) if place.is_local else ():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone meanwhile, or another version's
+            before = json.loads(plan.read_bytes())
+            if _has_grown({key: before[key] for key in fixed}, fixed):
+                with open(plan.parent.with_suffix(".lock"), "a+") as file:
+                    if take_lock(file):
+                        found.append(plan.parent)
+    return found
+
+
+def _has_grown(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether nothing but sizes and further files tells two preparations apart."""
+    had, has = _sizes(before["source"]), _sizes(after["source"])
+    alike = [{**each, "source": {**each["source"], "files": None}} for each in (before, after)]
+    is_longer = had != has and all(has.get(name, -1) >= size for name, size in had.items())
+    return bool(had) and is_longer and alike[0] == alike[1]
 
 
 def _tail(files: SourceFiles, name: str, end: int) -> bytes:

@@ -30,7 +30,7 @@ from regrow.data.prepare.assemble import (
     lay_out,
     shard_name,
 )
-from regrow.data.prepare.changes import as_read, check_unchanged, tails
+from regrow.data.prepare.changes import as_read, check_unchanged, left_of_shorter_sources, tails
 from regrow.data.prepare.documents import (
     DamagedPiece,
     Document,
@@ -100,6 +100,8 @@ def find_or_prepare(
     folder = Storage.at(storage_path) / PREPARED / _name(config, fixed)
     if folder.is_local and folder.exists(MANIFEST):  # perhaps of others, to be read only
         return folder, Manifest.load(str(folder))
+    for left in left_of_shorter_sources(folder, fixed):
+        progress(Task(f"passing over {left}, which is of data.source as it was (delete it)"), 1, 1)
     return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute, fixed=fixed)
 
 
