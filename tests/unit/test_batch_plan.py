@@ -39,6 +39,7 @@ def test_what_a_rank_computes_is_what_its_passes_hold(num_slices: int, world_siz
         passes = [len(each) for each in np.array_split(slices, min(len(slices), plan.num_micro_batches))]
         passes += [passes[-1]] * (plan.num_micro_batches - len(passes))  # as a step adds zero-weight ones
         assert plan.num_computed(rank) == sum(passes)
+        assert plan.passes_of(rank) == {*passes}
 
 
 def test_448_slices_fit_every_world_size_that_h100x64_allows() -> None:

@@ -52,6 +52,7 @@ from regrow.control.too_few import TooFew
 from regrow.control.troubles import FirstSteps
 from regrow.control.unheard import Unheard
 from regrow.control.values import Version
+from regrow.plan.topology import Table
 from regrow.record.events import Cause
 
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
@@ -427,6 +428,18 @@ def _exclusions(config: PretrainConfig, past: Past) -> Exclusions:
     return exclusions
 
 
+def _first_steps(config: PretrainConfig, table: Table, past: Past) -> FirstSteps:
+    parallel, verifies = config.parallel, config.cluster.verify_every_steps > 0
+    deterministic = verifies and config.cluster.gpus_per_worker > 0  # for which blocks are compiled once more
+    return FirstSteps(
+        config.train.collective_timeout_s,
+        past.failed_groups,
+        compiles=parallel.compile and (parallel.tp > 1 or parallel.cp > 1 or deterministic),
+        topologies=table if parallel.compile else {},
+        verifies=verifies,
+    )
+
+
 def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past, now: float) -> Group:
     cluster, table = config.cluster, topologies(config)
     sizes = world_sizes(config, table)
@@ -440,10 +453,8 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     )
     exclusions = _exclusions(config, past)
     nodes = NodeFailures(exclusions, membership, out)
-    compiles = config.parallel.compile and (config.parallel.tp > 1 or config.parallel.cp > 1)
     timeout_s = config.train.collective_timeout_s
-    passes = {size: each.batch.most_slices_of_a_pass for size, each in table.items()} if config.parallel.compile else {}
-    first_steps = FirstSteps(timeout_s, past.failed_groups, compiles=compiles, passes=passes)
+    first_steps = _first_steps(config, table, past)
     return Group(
         membership,
         nodes,

@@ -387,11 +387,13 @@ class Health:
         self.usual.learn(pulse.longest_s for pulse in self._where.values())
         suspects = []
         behind = left_behind(before, self._where)
-        new = [worker for worker in behind if found[worker].id in self._first_steps.new]
+        first_steps = self._first_steps
         if self.stalls.forming:  # what ranks do then differs: the time that newcomers have decides, reading apart
+            new = [worker for worker in behind if found[worker].id in first_steps.new]
             late = [worker for worker in new if self._where[worker].phase is not Phase.restore]
         else:
-            late = hanging(behind, self._where, self.usual, new if self._first_steps.compiles else ())
+            compiling = [worker for worker in behind if first_steps.may_compile(found[worker].id)]
+            late = hanging(behind, self._where, self.usual, compiling)
         for worker in late:
             pulse = self._where[worker]
             usual_s = self.usual.longest_s.get(pulse.phase)

@@ -1,12 +1,13 @@
 """Whose trouble it is: the run's, or that of one process or newcomer, which the others then do without. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from regrow.control.events import Trouble
 from regrow.control.membership import Membership
 from regrow.control.phases import form_s
+from regrow.plan.topology import Table
 from regrow.record.events import Cause
 
 OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an error too, or to come again
@@ -77,7 +78,8 @@ class FirstSteps:
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
     compiles: bool = False  # newcomers do in their first step: `runtime.warm_up` cannot before
-    passes: Mapping[int, int] = field(default_factory=dict)  # by world size, slices of each, where that is compiled for
+    topologies: Table = field(default_factory=dict)  # where blocks are compiled, for each number of slices of a pass
+    verifies: bool = False  # a first step has a pass more, of as many slices as any has
     is_watched: bool = False  # keepers of the newest group tell what its ranks do
     _members: frozenset[str] = frozenset()  # of the newest group
     _hosts: Mapping[str, str] = field(default_factory=dict)  # of those, and of `_held_back`
@@ -96,13 +98,15 @@ class FirstSteps:
     _trains: bool = False  # it does its first step, else it forms
     _took_s: float = 0.0  # the longest that it did not get on, in what it does
     _longest_s: dict[bool, float] = field(default_factory=dict)  # the same of all groups, by `_trains`
-    _compiled: set[int] = field(default_factory=set)  # `passes` that groups have done a step with
+    _passes: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by member of the newest group, slices of each
+    _compiled: dict[str, frozenset[int]] = field(default_factory=dict)  # by member, of these what it has compiled for
+    _compile: bool = False  # some of the newest group may in its first step
     _not_formed: int = 0  # in a row: all processes ended by an error before a group was formed of them
 
     def formed(self, hosts: Mapping[str, str], held_back: frozenset[str], now: float) -> bool:
         """A group tries, and counts until it has done a step, but for one of fewer members of the one before; one that
         had done steps counts where it broke by an error. False where too many have failed in a row. `hosts` are by
-        member."""
+        member, in the order of their ranks."""
         if self.error:
             self._erred()
         members = frozenset(hosts)
@@ -116,7 +120,27 @@ class FirstSteps:
         self.new = members - self.proven if members & self.proven else frozenset()
         self._members, self._held_back = members, held_back - members
         self._since, self._trains, self._took_s, self.is_watched = now, False, 0.0, False
+        self._plan_passes(tuple(hosts))
         return self.failed <= MAX_FAILED_GENERATIONS * ERROR and self.repeated < MAX_REPEATED
+
+    def _plan_passes(self, members: Sequence[str]) -> None:
+        """Where blocks are compiled, the warm-up of what has done no step has for as many slices as any pass has."""
+        topology = self.topologies.get(len(members))
+        if topology is None:
+            self._passes, self._compile = {}, False
+            return
+        most = frozenset({topology.batch.most_slices_of_a_pass})
+        also = most if self.verifies else frozenset()
+        self._passes = {each: topology.passes_of(rank) | also for rank, each in enumerate(members)}
+        self._compiled = {each: most for each in members if each not in self.proven} | self._compiled
+        self._compile = any(map(self.may_compile, members))
+
+    def may_compile(self, member: str) -> bool:
+        """Whether this one of the newest group does in its first step, be it alone, as far as is known."""
+        passes = self._passes.get(member)
+        if passes is None:  # another coordinator has formed the group, if blocks are compiled
+            return bool(self.topologies)
+        return (self.compiles and member in self.new) or not passes <= self._compiled.get(member, frozenset())
 
     def _erred(self) -> None:
         """The newest group broke by an error, of one rank or more; without a step it is among those that `failed`.
@@ -205,7 +229,7 @@ class FirstSteps:
             return {}
         self._learn(now - self._since)
         self._since = None
-        self._compiled |= self._pass
+        self._compiled |= {each: self._compiled.get(each, passes) | passes for each, passes in self._passes.items()}
         self._unexplained = 0 if self.new else self._unexplained
         without, self._held_back = self._held_back, frozenset()
         self.proven, self.new = self._members, frozenset()
@@ -230,15 +254,9 @@ class FirstSteps:
         return {self._hosts[each] for each in members}
 
     @property
-    def _pass(self) -> set[int]:
-        """Of the newest group, if `passes` has it."""
-        return {self.passes[len(self._members)]} if len(self._members) in self.passes else set()
-
-    @property
     def patience_s(self) -> float:
         """With a group of newcomers that forms, then with its first step, phases with limits of their own apart."""
-        compiles = self._trains and (self.compiles or not self._pass <= self._compiled)  # else they have before
-        if compiles or not self.is_watched or self._trains not in self._longest_s:
+        if (self._trains and self._compile) or not self.is_watched or self._trains not in self._longest_s:
             return self.timeout_s
         usual_s = FIRST_STEPS * self._longest_s[self._trains]
         return min(self.timeout_s, max(form_s(len(self._members), self.timeout_s), usual_s))

@@ -29,6 +29,17 @@ class BatchPlan:
         """Slices that go through a data-parallel rank's passes, those of zero-weight ones included."""
         return max(len(self.range_of(rank)), self.num_micro_batches)
 
+    def passes_of(self, rank: int) -> frozenset[int]:
+        """Slices that the passes of a data-parallel rank hold, zero-weight ones included: one number, or two.
+
+        >>> plan = plan_batch(num_slices=32, world_size=7, slices_per_pass=2)
+        >>> [sorted(plan.passes_of(rank)) for rank in (0, 1)]
+        [[1, 2], [1, 2]]
+        """
+        slices = len(self.range_of(rank))
+        passes = min(slices, self.num_micro_batches)
+        return frozenset({slices // passes, -(-slices // passes)})
+
     @property
     def most_slices(self) -> int:
         """Slices of the rank that has most."""

@@ -30,6 +30,10 @@ class Topology:
         """Of every global batch."""
         return self.batch.range_of(self.unit_of(rank))
 
+    def passes_of(self, rank: int) -> frozenset[int]:
+        """Slices that a rank's passes hold."""
+        return self.batch.passes_of(self.unit_of(rank))
+
     @property
     def bubble_share(self) -> float:
         """Of a step, in which a rank waits for its pipeline to fill and drain."""
