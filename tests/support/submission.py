@@ -14,6 +14,10 @@ from regrow.submit.submit import pretrain_arguments
 CODE = Code("0123456789ab", "2.60.0")
 FAREWELL = "stopped at step 7 of 100, loss 2.0000; its checkpoint is committed. Resume with the same run.name=mine: ..."
 LOST = "step 7 is committed in memory and is not in storage (No space left on device); it is lost with the Ray cluster"
+LOST_RUN = (
+    "error: run folder x is written by another job now (process 7 on h); ends with status 0, so that nothing starts it "
+    "anew; submit.action=apply has the run taken over again"
+)
 ENDINGS = [  # a stopped job's last lines, the exit status of what follows or stops it, and the line that it shows
     (["step  7/100  loss 2.0000", FAREWELL, "step  7/100  loss 2.0000"], 0, FAREWELL),
     (["stopped before any of 100 steps was committed. Resume with ..."], 0, "stopped before any of 100 steps"),

@@ -19,7 +19,7 @@ import pytest
 from regrow.control.commands import Delete
 from regrow.errors import ResumeError
 from regrow.record import claim as module
-from regrow.record.claim import Claim, Superseded
+from regrow.record.claim import Claim, Superseded, is_taken_over
 from regrow.record.events import Forming
 from regrow.record.lock import LOCK_FILE, is_held, lock_run, take_lock
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
@@ -184,6 +184,30 @@ def test_a_coordinator_that_died_before_it_took_a_number_is_superseded_by_no_job
     Claim.take(folder, job="c", restarted=True)
     with pytest.raises(Superseded):
         Claim.take(folder, job="b", restarted=True)
+
+
+def test_an_attempt_after_another_submission_began_does_not_take_the_run_back(folder: Storage) -> None:
+    """KubeRay's, of a job that the other one had ended: each ended the other, again and again."""
+    Claim.take(folder, job="a0", owner="a")
+    assert not is_taken_over(folder, "a")
+    assert Claim.take(folder, job="a1", owner="a").number == 2
+    by_hand = Claim.take(folder, job="w0")
+    assert is_taken_over(folder, "a")
+    for restarted in (False, True):
+        with pytest.raises(Superseded, match=f"process {os.getpid()} on "):
+            Claim.take(folder, job="a2", owner="a", restarted=restarted)
+    by_hand.check()
+    Claim.take(folder, job="b0", owner="b")  # a user's next submission
+    assert is_taken_over(folder, "a")
+    assert not is_taken_over(folder, "b")
+
+
+def test_claims_of_before_owners_are_read(folder: Storage) -> None:
+    folder.create("writers/000001.json", json.dumps({"job": "old", "host": "elsewhere", "pid": 7}).encode())
+    assert Claim.take(folder, job="a0", owner="a").number == 2
+    folder.create("writers/000003.json", json.dumps({"job": "other", "host": "elsewhere", "pid": 8}).encode())
+    with pytest.raises(Superseded, match="process 8 on elsewhere"):
+        Claim.take(folder, job="a1", owner="a")
 
 
 def test_where_two_take_one_number_the_later_one_has_it(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from regrow.data.read.corpora import Corpora
 from regrow.data.read.manifest import Manifest, Shard
 from regrow.errors import DataError, RegrowError
 from regrow.record import events
-from regrow.record.claim import Claim
+from regrow.record.claim import OWNER, Claim
 from regrow.record.lock import lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, read_events
 from regrow.record.run_folder import read_status
@@ -45,8 +45,10 @@ from regrow.runtime.ended import end_again
 from regrow.runtime.run_folder import Run
 from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
+from regrow.submit.ending import taken_over
 from support.corpus import write_corpus, write_rows
 from support.runs import RUN_ID, save_run
+from support.submission import LOST_RUN
 from support.trainers import trainer_of
 
 
@@ -154,6 +156,28 @@ def test_a_batch_larger_than_the_corpus_is_refused_before_there_is_a_run(
     with pytest.raises(DataError, match="lower it to at most 100"):
         driver.pretrain(config)
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_job_whose_run_another_submission_has_ends_so_that_nothing_starts_it_anew(
+    is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KubeRay's next attempt took the run back, and ended the job that a user had started."""
+
+    def ends(config: PretrainConfig) -> None:
+        raise RegrowError("run folder x is written by another job now (process 7 on h)")
+
+    config = PretrainConfig(run=RunConfig(name="mine", storage_path=str(tmp_path)))
+    monkeypatch.setenv(OWNER, "rayjob-a")
+    monkeypatch.setattr(driver, "_pretrain", ends)
+    folder = Storage.at(tmp_path) / "mine"
+    Claim.take(folder, job="a0", owner="rayjob-a")
+    Claim.take(folder, job="a1", owner="rayjob-a" if is_ours else "")
+    with pytest.raises(RegrowError, match="process 7") if is_ours else nullcontext():
+        driver.pretrain(config)
+    said = capsys.readouterr().err
+    assert said == ("" if is_ours else f"{LOST_RUN}\n")
+    assert taken_over(said) == said.strip(), "the submitter's reader knows the line"
 
 
 def test_what_ray_train_copies_to_each_worker_does_not_grow_with_the_corpus(tmp_path: Path) -> None:

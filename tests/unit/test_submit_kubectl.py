@@ -19,6 +19,7 @@ import yaml
 from regrow.config.schema import SubmitJobConfig
 from regrow.deadline import within
 from regrow.errors import ClusterError, ConfigError
+from regrow.record.claim import OWNER
 from regrow.record.provenance import untracked
 from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
@@ -28,7 +29,7 @@ from regrow.submit.submit import check_in_git
 from support import commands
 from support.kubernetes import FAILED, LATE, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.kubernetes import REFUSED as REFUSED_CONNECTION
-from support.submission import CODE, ENDINGS, compose, rendered
+from support.submission import CODE, ENDINGS, FAREWELL, LOST_RUN, compose, rendered
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,8 @@ def test_apply_sends_what_render_prints_server_side_and_follows(
             *("--context", "east", "--namespace", "pretrain", "apply"),
             *("--server-side", "--field-manager=regrow", "--validate=strict", "--filename=-"),
         ]
-    assert "".join(call["input"] for call in applied) == printed
+    sent = "".join(call["input"] for call in applied)
+    assert re.sub(rf" *- name: {OWNER}\n +value: rayjob-[0-9a-f]{{16}}\n", "", sent) == printed
     *_, manifest = yaml.safe_load_all(printed)
     assert manifest["spec"]["entrypoint"].endswith("cluster.address=auto")
     shown = capfd.readouterr()
@@ -85,6 +87,7 @@ def test_logs_of_a_retried_job_go_on_with_the_new_attempts_pod(
     assert follows == [
         ["logs", "pod/llama8b-2-abcde", "--follow", "--timestamps"],
         ["logs", "pod/llama8b-2-abcde", "--follow", "--timestamps", "--since-time=2026-01-01T00:00:00.5Z"],
+        ["logs", "pod/llama8b-2-abcde", "--tail=100"],  # how it ended
     ]
     assert capfd.readouterr().out == "logs of pod/llama8b-2-abcde\n"
 
@@ -346,6 +349,27 @@ def test_stop_of_a_job_between_two_attempts_deletes_it_and_does_not_say_that_it_
     assert act("stop") == 0
     assert cluster.verbs == ["delete rayjobs.ray.io"]
     assert "RayJob llama8b is not training now, and is deleted" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "status"), [(FAREWELL, 0), (LOST_RUN, 1)])
+def test_a_job_that_ends_well_as_another_has_its_run_has_not_succeeded(
+    line: str, status: int, cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.has_job(RUNNING, SUCCEEDED)
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z", line)
+    assert act("logs") == status
+    assert (line in capfd.readouterr().err) is bool(status)
+
+
+def test_attempts_at_one_rayjob_have_an_owner_in_common_and_the_next_rayjob_another(cluster: Cluster) -> None:
+    owners = list[str]()
+    for _ in range(2):
+        cluster.has_job(SUCCEEDED, {}, {"do": ["vanish"]}, RUNNING)
+        assert act("apply", "submit.follow=false") == 0
+        assert cluster.job is not None
+        head = cluster.job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        owners += [each["value"] for each in head["env"] if each["name"] == OWNER]
+    assert len({*owners}) == 2
 
 
 @pytest.mark.parametrize("status", [None, SUCCEEDED, LATE])  # the last without a cluster, which is gone

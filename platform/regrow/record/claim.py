@@ -21,6 +21,7 @@ from regrow.errors import RegrowError
 from regrow.storage import Storage
 
 WRITERS = "writers"
+OWNER = "REGROW_OWNER"  # environment of a driver: what all attempts of one submission have in common, and no other one
 LOOK_EVERY_S = 1.0  # before lines of the log
 
 
@@ -40,16 +41,20 @@ class Claim:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @staticmethod
-    def take(folder: Storage, *, job: str = "", restarted: bool = False) -> "Claim":
+    def take(folder: Storage, *, job: str = "", owner: str = "", restarted: bool = False) -> "Claim":
         """Take the next number.
 
+        `owner`: what this job has in common with those that are started in its place where it fails; empty: none is.
         `restarted`: this process takes the place of one of the same job, which may have ended before it took any.
-        Raises Superseded where another job has taken one after this job.
+        Raises Superseded where another owner has taken one after this one, or, if `restarted`, another job.
         """
-        content, newest = signature(job=job), 0
+        content, newest = signature(job=job, owner=owner), 0
         while True:
             newest = max(newest, _newest(folder))
-            if restarted and (other := _successor(folder, job)) is not None:
+            other = _successor(folder, "owner", owner) if owner else None
+            if other is None and restarted:
+                other = _successor(folder, "job", job)
+            if other is not None:
                 raise Superseded(_line(folder, other))
             newest += 1
             if folder.create(_name(newest), content) and folder.read_bytes(_name(newest)) == content:
@@ -98,6 +103,11 @@ def newest_claim(folder: Storage) -> Mapping[str, Any]:
     return _read(folder, number) if number else {}
 
 
+def is_taken_over(folder: Storage, owner: str) -> bool:
+    """Whether another owner's job has begun to write the run after this one's. Raises OSError."""
+    return _successor(folder, "owner", owner) is not None
+
+
 def _newest(folder: Storage) -> int:
     """The highest number that was taken; 0: none."""
     return max(_numbers(folder), default=0)
@@ -108,13 +118,13 @@ def _numbers(folder: Storage) -> list[int]:
     return [int(name[:6]) for name in folder.list(WRITERS) if name[:6].isdigit()]
 
 
-def _successor(folder: Storage, job: str) -> Mapping[str, Any] | None:
-    """The newest claim, where it is another job's and one of this job's is below it."""
+def _successor(folder: Storage, key: str, mine: str) -> Mapping[str, Any] | None:
+    """The newest claim, where it says something else by this key, and one below it says `mine`."""
     claims = (_read(folder, number) for number in sorted(_numbers(folder), reverse=True))
     newest = next(claims, None)
-    if newest is None or newest.get("job") == job:
+    if newest is None or newest.get(key) == mine:
         return None
-    return newest if any(claim.get("job") == job for claim in claims) else None
+    return newest if any(claim.get(key) == mine for claim in claims) else None
 
 
 def _name(number: int) -> str:

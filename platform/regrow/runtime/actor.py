@@ -7,6 +7,7 @@ folder's, so that a second job is refused at once.
 """
 
 import builtins
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from regrow.control.values import Peer, SnapshotAck
 from regrow.control.verification import Outcome
 from regrow.errors import RegrowError, ResumeError, first_line
 from regrow.process_log import say
-from regrow.record.claim import Claim
+from regrow.record.claim import OWNER, Claim
 from regrow.record.lock import LEASE_WAIT_S, LOCK_WAIT_S, is_held, lock_elsewhere, lock_run
 from regrow.record.log import newest_row, next_generation, positive, read_events
 from regrow.runtime.calls import CoordinatorCalls, Death
@@ -139,17 +140,20 @@ class Coordinator(Seats, Drained, Verified, Restarted):
         config: PretrainConfig,
         submitted: Mapping[str, Any],
         job: str = "",
+        owner: str = "",
     ) -> None:
         """`checkpoints` is a folder in `folder`; `submitted` is what the log is to say of this submission.
 
         `job`: the driver's; an actor that is started again goes on with what the log has of this job, and writes on
-        only if no other job has begun to after it.
+        only if no other job has begun to after it. `owner`: as `Claim.take` has it.
         """
         allow_descriptors()
         storage, restarted = Storage.at(folder), is_restarted()
         notes: list[str] = []
         self.lock = _once_there(lambda: lock_run(storage, notes.append), storage, patient=restarted)
-        claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
+        claim = _once_there(
+            lambda: Claim.take(storage, job=job, owner=owner, restarted=restarted), storage, patient=restarted
+        )
         events, past = _read(storage, checkpoints, restarted=restarted, job=job)
         self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)
         self.copies, self.settings = config.snapshot.copies, KeeperSettings.of(config.snapshot)
@@ -399,10 +403,11 @@ def make_coordinator(folder: Storage, run_id: str, *, tell: Callable[[str], obje
     in_use = f"run folder {folder} is in use by another process; wait for it, stop it, or choose another run.name"
     if is_held(folder, None) and (elsewhere := lock_elsewhere(folder)):
         tell(elsewhere)
-    give_up_at, job = time.monotonic() + LOCK_WAIT_S, secrets.token_hex(8)
+    give_up_at = time.monotonic() + LOCK_WAIT_S
+    options |= {"job": secrets.token_hex(8), "owner": os.environ.get(OWNER, "")}
     while True:
         try:
-            return remote(Coordinator).remote(str(folder), run_id, job=job, **options)
+            return remote(Coordinator).remote(str(folder), run_id, **options)
         except ValueError as error:  # another job's has that name; a killed predecessor's takes a moment to be gone
             if time.monotonic() > give_up_at:
                 raise ResumeError(in_use) from error

@@ -30,11 +30,13 @@ from regrow.data.stream.actor import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line, float8_steps
 from regrow.plan.topology import Table
+from regrow.process_log import say
 from regrow.progress import last_step
+from regrow.record.claim import OWNER, is_taken_over
 from regrow.record.events import Cause, from_row, startup_line
 from regrow.record.log import LogReader
 from regrow.record.provenance import git_sha, versions
-from regrow.record.run_folder import CHECKPOINTS
+from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.record.work import RATIOS
 from regrow.runtime.actor import await_coordinator, make_coordinator
 from regrow.runtime.backend import last_line
@@ -55,6 +57,7 @@ POLL_S = 0.2
 INTERRUPTED = "interrupted"
 STOPPING = "stopping after this step with a checkpoint; once more to end at once"
 ENDING = "the run has ended, its log and its report are being written; once more to leave at once"
+NOT_AGAIN = "ends with status 0, so that nothing starts it anew; submit.action=apply has the run taken over again"
 LEFT = "left at once: the log's end and the last report may be missing"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
 UNBEGUN_S = 20.0  # for the log of a run that is interrupted before its workers start
@@ -82,8 +85,18 @@ class Startup:
 def pretrain(config: PretrainConfig) -> None:
     """Train until the configured step and return; raises RegrowError for whatever a user can mend.
 
-    An interrupt commits a checkpoint first and then exits with status 130.
+    An interrupt commits a checkpoint first and then exits with status 130. A job whose run another submission has taken
+    over returns, too: KubeRay would start one that failed anew.
     """
+    try:
+        _pretrain(config)
+    except RegrowError as error:
+        if not _is_taken_over(config):
+            raise
+        say(f"error: {error}; {NOT_AGAIN}", sys.stderr)
+
+
+def _pretrain(config: PretrainConfig) -> None:
     startup = Startup()
     topologies = check(config)
     check_may_start(config)
@@ -400,6 +413,14 @@ class Interrupts(StopRequest):
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.heard():
             self._console.message(self.told)
+
+
+def _is_taken_over(config: PretrainConfig) -> bool:
+    """Whether another submission writes the run now, which this job's next attempt would be refused for."""
+    owner = os.environ.get(OWNER, "")
+    with contextlib.suppress(RegrowError, OSError):
+        return bool(owner) and is_taken_over(run_folder(config), owner)
+    return False
 
 
 def _note_what_is_left_out(coordinator: Any, corpora: Corpora) -> None:

@@ -9,6 +9,7 @@ SILENT = (
 )
 _WELL = re.compile(r"stopped (at step \d+|before any) of \d+|finished \d+ steps|ended at once; all ")
 _ILL = re.compile(r"error: |step \d+ is committed in memory|what is committed in memory is not known")
+_TAKEN = re.compile(r"error: .* is written by another job now .* ends with status 0, so that nothing starts it anew")
 _UNBEGUN = "interrupted"  # and, where a run had begun, behind one of the others
 
 
@@ -20,3 +21,8 @@ def ending(log: str) -> tuple[int, str]:
         if _WELL.match(line) or _ILL.match(line):
             return (0 if _WELL.match(line) else 1), line
     return (0, _UNBEGUN) if _UNBEGUN in lines else (1, SILENT)
+
+
+def taken_over(log: str) -> str:
+    """Of a job that succeeded to Ray: the line that says that another one has its run, or empty."""
+    return next((line for line in reversed(log.splitlines()[-LINES:]) if _TAKEN.match(line)), "")

@@ -167,7 +167,8 @@ class Kubectl:
 
 
 _HAS_A_PLACE = re.compile(r"\(AlreadyExists\)|exceeded quota: .*count/")  # looked at last; taken by the job of before
-_NOISE = re.compile(r"[-+]  (generation: \d+|suspend: (true|false))$")  # the server's count of changes; Kueue's switch
+# the server's count of changes; Kueue's switch; a submission's owner, each time another
+_NOISE = re.compile(r"[-+](  generation: \d+|  suspend: (true|false)| +value: rayjob-[0-9a-f]{16})$")
 _LOG = re.compile(r"^[EWIF]\d{4} \d\d:")  # kubectl's own log, which repeats what its last line says
 _ADVICE = re.compile(r"^(Please review the fields above|See 'kubectl)")
 _QUOTED = re.compile(r"\"[^\"]*\"|(?<!\w)'[^']*'(?!\w)")  # names and values, which are a user's

@@ -4,6 +4,7 @@ The RayJob is named after the run, so that one run is never started twice. KubeR
 ended: to go on with a run, its RayJob is deleted first. The run itself lies in its storage.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from regrow.errors import ClusterError
 from regrow.show.units import duration
-from regrow.submit.ending import LINES, ending
+from regrow.submit.ending import LINES, ending, taken_over
 from regrow.submit.kubectl import Kubectl, PodLogs, Unreachable
 from regrow.submit.reasons import Around, Reason, cause, reasons
 from regrow.submit.render import Manifest, to_yaml
@@ -348,10 +349,10 @@ def head_of(kubectl: Kubectl, status: Object) -> str | None:
 
 
 def _ended(job: KubeRay, status: Object) -> int:
-    """How a job has ended, 0 as `KubeRay.follow`; of one that was stopped its last line is said."""
-    if status.get("jobStatus") != "STOPPED":
-        return 0 if status.get("jobStatus") == "SUCCEEDED" else 1
-    return _as_its_log_says(job)
+    """How a job has ended, 0 as `KubeRay.follow`; of one that was stopped, or lost its run, the last line is said."""
+    if status.get("jobStatus") == "SUCCEEDED":
+        return 1 if _is_taken_over(job) else 0
+    return _as_its_log_says(job) if status.get("jobStatus") == "STOPPED" else 1
 
 
 def _until_driver_ends(job: KubeRay, status: Object, wait_s: float) -> int:
@@ -377,17 +378,32 @@ def _until_driver_ends(job: KubeRay, status: Object, wait_s: float) -> int:
     raise ClusterError(f"RayJob {job.name} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=status")
 
 
-def _as_its_log_says(job: KubeRay) -> int:
-    """Say with which line a job that was stopped has ended; 0 as `KubeRay.follow`."""
+def _is_taken_over(job: KubeRay) -> bool:
+    """Whether a job has ended well as another one has its run, as far as its log can be read; it says so then."""
+    line = ""
+    with contextlib.suppress(ClusterError):
+        line = taken_over(_last_lines(job))
+    if line:
+        job.waiting.say(line)
+    return bool(line)
 
-    def last_lines() -> str:
+
+def _last_lines(job: KubeRay) -> str:
+    """Of the log of a job that has ended. Raises ClusterError where they cannot be read."""
+
+    def ask() -> str:
         pod = submitter_of(job.kubectl, job.name)
         if pod is None:
             raise ClusterError("the pod that followed its log is gone")
         return job.kubectl.last_lines(pod, LINES)
 
+    return _patiently(job.waiting, ask, "the job has ended")
+
+
+def _as_its_log_says(job: KubeRay) -> int:
+    """Say with which line a job that was stopped has ended; 0 as `KubeRay.follow`."""
     try:
-        exit_status, line = ending(_patiently(job.waiting, last_lines, "the job has ended"))
+        exit_status, line = ending(_last_lines(job))
     except ClusterError as error:
         raise LostSight(f"RayJob {job.name} was stopped, {UNKNOWN}: {error}") from error
     job.waiting.say(line)

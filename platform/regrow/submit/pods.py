@@ -12,6 +12,7 @@ from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Tolerati
 from regrow.config.spares import most_workers
 from regrow.control.membership import ENDS_WITH_JOB, NODE_NAME
 from regrow.forecast.estimate import most_rank_bytes, snapshot_bytes
+from regrow.record.claim import OWNER
 from regrow.storage import local_path
 from regrow.submit.node_labels import CREDENTIALS
 
@@ -117,12 +118,15 @@ def stop_s(config: PretrainConfig, submit: SubmitConfig) -> int:
     return submit.stop_s if submit.stop_s is not None else ceil(config.checkpoint.timeout_s) + STOP_S
 
 
-def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
+def head_pod(
+    config: PretrainConfig, submit: SubmitConfig, image: str, labels: dict[str, str], owner: str = ""
+) -> Fields:
     """Pod template of the head. It has no logical CPUs: ranks and data tasks go to the workers."""
     env = {
         **{f"RAY_{name}": str(value) for name, value in health_checks(submit.host_silence_s).items()},
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s(config, submit)),
         ENDS_WITH_JOB: "1",
+        **({OWNER: owner} if owner else {}),
         **OPEN_FILES,
         **submit.env,
     }

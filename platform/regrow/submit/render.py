@@ -52,15 +52,16 @@ class Code:
         return f"{self.git_sha or 'unknown'}-ray{self.ray_version}"
 
 
-def render(config: SubmitJobConfig, code: Code, arguments: Sequence[str]) -> list[Manifest]:
-    """The manifests of a run, its RayJob last; `arguments` are those of `jobs.pretrain`."""
+def render(config: SubmitJobConfig, code: Code, arguments: Sequence[str], owner: str = "") -> list[Manifest]:
+    """The manifests of a run, its RayJob last; `arguments` are those of `jobs.pretrain`, `owner` is what
+    KubeRay's attempts at it have in common; empty: nothing."""
     name = job_name(config)
     labels = {"app.kubernetes.io/name": "regrow", "regrow/run": name}
     policy = [network_policy(config.submit, name, labels)] if config.submit.network_policy else []
-    return [*policy, _job(config, code, arguments, name, labels)]
+    return [*policy, _job(config, code, arguments, labels, owner)]
 
 
-def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], name: str, labels: dict[str, str]) -> Manifest:
+def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], labels: dict[str, str], owner: str) -> Manifest:
     submit, size, image = config.submit, sizes(config, config.submit), image_of(config.submit, code)
     command, about = entrypoint(arguments), {"run": config.run.name, "git_sha": code.git_sha or "unknown"}
     scaling = autoscales(submit, size.least_nodes, size.most_nodes)
@@ -80,7 +81,7 @@ def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], name: st
             "dashboard-host": "0.0.0.0",
             "object-store-memory": str(HEAD_OBJECT_STORE_BYTES),
         },
-        "template": head_pod(config, submit, image, labels),
+        "template": head_pod(config, submit, image, labels, owner),
     }
     workers = {
         "groupName": GROUP,
@@ -118,7 +119,7 @@ def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], name: st
         "rayClusterSpec": cluster,
     }
     metadata = {
-        "name": name,
+        "name": job_name(config),
         "namespace": submit.namespace,
         "labels": labels | _queue_labels(submit),
         "annotations": {

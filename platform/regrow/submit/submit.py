@@ -1,6 +1,7 @@
 """What `jobs.submit` does: render, check, and act on Kubernetes or on a running Ray cluster."""
 
 import posixpath
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,9 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, arguments_of_job: Callable[
             check_in_git(config)
         if action is not SubmitAction.diff:  # which starts nothing
             _look_at_corpus(config)
-        manifests = render(config, code, arguments)
+        # what is rendered by the same command is the same, and may be applied more than once
+        owner = "" if action is SubmitAction.render else f"rayjob-{secrets.token_hex(8)}"
+        manifests = render(config, code, arguments, owner)
         if action is SubmitAction.render:
             sys.stdout.write(to_yaml(manifests))
             return 0
