@@ -61,6 +61,7 @@ from regrow.state.memory.held import Held
 from regrow.state.memory.slots import Committed
 from regrow.storage import RETRY_DEADLINE_S, LocalStorage, Storage, StorageUnreachable
 from support.actors import Handle
+from support.corpus import write_rows
 from support.full_disk import full_disk
 from support.spans import content_of
 from support.trainers import trainer_of
@@ -1236,11 +1237,12 @@ def test_a_job_that_ends_before_it_has_workers_says_so_in_the_log_and_leaves_kee
     monkeypatch.setattr(fleet, "running_keepers", lambda run_id: {"node": "the keeper that holds step 150"})
     monkeypatch.setattr(fleet, "end_keepers", ended.extend)
     run, terminal = Run(Storage.at(tmp_path), "run", 100), Terminal()
+    write_rows(tmp_path / "rows", num_rows=24)
     with pytest.raises(type(error)) as caught:
         Session(
             config,
             run,
-            Corpora.at(tmp_path),
+            Corpora.at(tmp_path / "rows"),
             terminal,
             driver.Startup(),
             Connection("", ""),
