@@ -509,7 +509,7 @@ def _reason(config: PretrainConfig, step: int, fatal: str) -> str:
         return "failed"
     if step >= config.train.steps:
         return "finished"
-    return "stop_at_step" if step == config.train.stop_at_step else INTERRUPTED
+    return "stop_at_step" if step >= _last_step(config) else INTERRUPTED
 
 
 def _farewell(config: PretrainConfig, run: Run, step: int | None, reason: str, loss: float | None) -> str:
