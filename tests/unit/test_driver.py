@@ -233,6 +233,24 @@ def test_the_command_to_resume_stops_where_the_run_was_to_stop_unless_it_has(
     assert said.endswith(f"{command} train.stop_at_step=10" if kept else command)
 
 
+@pytest.mark.parametrize(("step", "reason"), [(3, "interrupted"), (4, "stop_at_step"), (9, "stop_at_step")])
+def test_a_run_that_is_past_where_it_was_to_stop_has_stopped_there(step: int, reason: str) -> None:
+    """To stop earlier than what memory held: it was `interrupted`, status 130, and the printed command did nothing."""
+    config = PretrainConfig(train=TrainConfig(steps=10, stop_at_step=4))
+    assert driver._reason(config, step, "") == reason
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_the_command_to_resume_does_what_it_says_however_its_settings_were_given(
+    monkeypatch: pytest.MonkeyPatch, plus: str
+) -> None:
+    """Before, it was refused, as the run had begun, or had nothing to do."""
+    given = [f"{plus}run.resume=false", f"{plus}train.stop_at_step=10", "run.name=mine"]
+    monkeypatch.setattr("sys.argv", ["pretrain", *given])
+    assert driver._resume_command("stop_at_step") == "python -m jobs.pretrain run.name=mine"
+    assert driver._resume_command("interrupted") == f"python -m jobs.pretrain {given[1]} run.name=mine"
+
+
 @pytest.fixture
 def started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """Run the command of a run in `tmp_path` that is over; all that it says."""

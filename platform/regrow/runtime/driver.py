@@ -555,7 +555,7 @@ def _opening(config: PretrainConfig, run: Run, corpora: Corpora) -> str:
 
 
 def _resume_command(reason: str) -> str:
-    """This one, but for where it was to stop, if it has."""
-    has_stopped = reason == "stop_at_step"
-    overrides = [each for each in sys.argv[1:] if not (has_stopped and each.startswith("train.stop_at_step="))]
+    """This one, but for where it was to stop, if it has, and for what refuses a run that has begun."""
+    left_out = ("run.resume", *(["train.stop_at_step"] if reason == "stop_at_step" else []))
+    overrides = [each for each in sys.argv[1:] if each.lstrip("+").partition("=")[0] not in left_out]
     return shlex.join(["python", "-m", "jobs.pretrain", *overrides])
