@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from regrow.config.check import topology_of
+from regrow.config.check import check_train, topology_of
 from regrow.config.plain import pretrain_config
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.batch import direct_batches, layout_of
@@ -78,6 +78,7 @@ def main(arguments: list[str]) -> None:
         print(__doc__)
         return
     config = pretrain_config(arguments)
+    check_train(config)
     with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
         config = for_this_group(config, device)
         if (run := TorchrunRun(config, console)).is_done:

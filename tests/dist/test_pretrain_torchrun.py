@@ -627,6 +627,13 @@ def test_help_is_printed_and_no_mistake(environment: dict[str, str], tmp_path: P
     assert "torchrun --nproc-per-node" in done.stdout
 
 
+@pytest.mark.parametrize("timeout_s", ["inf", "nan", "-1", "1e14"])
+def test_a_timeout_with_which_no_group_can_be_made_is_refused_before_there_is_one(timeout_s: str) -> None:
+    """Before, by a traceback of datetime's or gloo's."""
+    with pytest.raises(ConfigError, match=r"train.collective_timeout_s=\S+ must be "):
+        pretrain_torchrun.main([f"train.collective_timeout_s={timeout_s}"])
+
+
 def test_a_corpus_may_take_longer_to_prepare_than_ranks_wait_for_each_other(tmp_path: Path, corpus: Path) -> None:
     arguments = [f"run.storage_path={tmp_path}", "run.name=slow", f"data.corpora.rows={corpus}", *SMALL]
     told = run_ranks(prepare_slowly, 2, arguments)

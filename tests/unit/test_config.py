@@ -403,6 +403,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("train.nonfinite_skips", -1),
         ("train.nonfinite_rollbacks", -1),
         ("train.collective_timeout_s", float("inf")),
+        ("train.collective_timeout_s", 1e14),
         ("cluster.silence_s", float("inf")),
         ("cluster.cpus_per_worker", float("nan")),
         ("cluster.spare_workers", -1),

@@ -37,7 +37,8 @@ def names(group: str) -> list[str]:
         *([f"data={name}"] for name in names("data")),
         *([f"+cluster={name}"] for name in names("cluster")),
         ["+cluster=h100x64", "model=70b", "data=python_docs"],
-        *([f"cluster.spare_workers={spares}"] for spares in ("auto", "0", "8", "-1", "null")),
+        *([f"cluster.spare_workers={spares}"] for spares in ("auto", "0", "8", "-1", "null", "Null")),
+        ["data.source=NULL", "train.stop_at_step=nUll"],
         ["+cluster=h100x64", "cluster.spare_workers=8"],
         ["model=8b", "model.rope_scaling.factor=32", "optim.lr=3e-4", "train.steps=7", "run.name=a=b"],
         [
@@ -205,15 +206,16 @@ REFUSED = {
     "source: [a]": "data.source=['a'] is no text",
     "corpora: {no: /a}": "line 1: the key 'no' is no word; write it in quotes",
     "corpora: {2024: /a}": "line 1: the key '2024' is no word; write it in quotes",
-    "corpora: {web: ~}": "data.corpora.web=None is no text",
+    "corpora: {web: ~}": "data.corpora.web=null is no value: the setting is not Optional; a text goes in quotes",
     "corpora: [a]": "data.corpora=['a'] is no mapping",
-    "corpora:": "data.corpora=None is no mapping",
+    "corpora:": "data.corpora=null is no value: the setting is not Optional",
     "mixture: {}": "data.mixture={} is no list",
     "mixture: [1]": "data.mixture[0]=1 is no mapping",
     "mixture: [{x: 1}]": "unknown setting 'data.mixture[0].x'",
     "seq_len: 16.0": "data.seq_len=16.0 is no int",
     "seq_len: true": "data.seq_len=True is no int",
-    "seq_len: null": "data.seq_len=None is no int",
+    "seq_len: null": "data.seq_len=null is no value: the setting is not Optional",
+    "# @package _global_\nsnapshot: {every_steps: ~}": "snapshot.every_steps=null is no value",
     "cache_gb: true": "data.cache_gb=True is no float",
     "seq_len: 1\nseq_len: 2": "line 2: the key 'seq_len' is there twice",
     "seq_len: 1\n---\nseq_len: 2": "line 2: but found another document",
@@ -280,6 +282,14 @@ def test_what_needs_pyyaml_says_so(
         ("data.mixture=[]", "data.mixture=[] cannot be given here; use jobs.pretrain"),
         ("train", "'train' is no key=value"),
         ("train=3", "train=3 cannot be given here"),
+        *(
+            (f"{key}={null}", f"{key.lstrip('+')}=null is no value: the setting is not Optional; a text goes in quotes")
+            for key in ("run.name", "+data.corpora.web")
+            for null in ("null", "NULL", "nUll")
+        ),
+        ("snapshot.every_steps=null", "snapshot.every_steps=null is no value: the setting is not Optional"),
+        ("run.resume=Null", "run.resume=null is no value: the setting is not Optional"),
+        ("data.mixture=null", "data.mixture=null is no value: the setting is not Optional"),
         ("run.storage_path=${oc.env:HOME}/runs", "run.storage_path=${oc.env:HOME}/runs is for Hydra to fill in"),
     ],
 )

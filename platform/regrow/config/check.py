@@ -29,6 +29,7 @@ from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks
 from regrow.storage import CREDENTIALS
 
 LEAST_CPUS = 1e-4  # Ray rounds to it
+MOST_TIMEOUT_S = 1e9  # nanoseconds from 1970 to the end of it fit in 64 bits
 BFLOAT16_BETA = 0.99  # most with moments in bfloat16, which rounds changes of up to 2^-8 away; 1 - beta is the largest
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
@@ -102,6 +103,12 @@ def _check_replanned(config: PretrainConfig, table: Table) -> None:
             "workers, where parallel.pp is planned anew (at most 15% allowed); raise optim.num_slices and "
             f"optim.global_batch_seqs, or cluster.min_workers above {worst}"
         )
+
+
+def check_train(config: PretrainConfig) -> None:
+    """Check what a process group is made with, before there is one. Raises ConfigError."""
+    check_finite("train", config.train)
+    _train(config)
 
 
 def check_data(config: PretrainConfig) -> None:
@@ -203,7 +210,11 @@ def _train(config: PretrainConfig) -> None:
     ):
         value = getattr(train, key)
         _need(value >= 0, f"train.{key}={value} must not be negative; 0 {none}")
-    _need(train.collective_timeout_s > 0, f"train.collective_timeout_s={train.collective_timeout_s} must be positive")
+    timeout_s = train.collective_timeout_s
+    _need(
+        0 < timeout_s <= MOST_TIMEOUT_S,
+        f"train.collective_timeout_s={timeout_s} must be positive, and at most {MOST_TIMEOUT_S:g} seconds",
+    )
 
 
 def _cluster(config: PretrainConfig) -> None:

@@ -228,9 +228,12 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     is_word, origin = isinstance(value, Word), get_origin(hint)
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise ConfigError(f"{key}={value} is for Hydra to fill in, which is not there; write what is meant")
-    if origin in (types.UnionType, Union):
-        if value is None or (is_word and value == "null"):
+    if value is None or (is_word and value.lower() == "null"):
+        if types.NoneType in get_args(hint):
             return None
+        advice = "; a text goes in quotes" if hint is str else ""
+        raise ConfigError(f"{key}=null is no value: the setting is not Optional{advice}")
+    if origin in (types.UnionType, Union):
         *others, hint = (each for each in get_args(hint) if each is not types.NoneType)
         if others and (type(value) is int or (is_word and re.fullmatch(r"[+-]?\d+", value))):  # of `int | str`
             hint = int
