@@ -806,7 +806,7 @@ class World:
         self.was_stored.discard(step)
 
     def _do_Delete(self, command: c.Delete) -> None:
-        for step in sorted(self.storage.keys() - {command.spared, command.unread})[:-KEEP]:
+        for step in sorted(self.storage.keys() - {command.spared, *command.unread})[:-KEEP]:
             del self.storage[step]
 
     # nodes and workers

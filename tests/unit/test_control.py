@@ -33,7 +33,7 @@ from regrow.control.states import (
 )
 from regrow.control.too_few import YIELD_S
 from regrow.control.troubles import ERROR, LOSS, MAX_FAILED_GENERATIONS, MAX_REPEATED, OTHERS_S
-from regrow.control.values import NEVER, PartTimes, Peer, Version
+from regrow.control.values import NEVER, NOTHING, PartTimes, Peer, Version
 from regrow.plan.mesh import ALONE
 from regrow.record.events import Cause, Checkpoint, from_row
 from regrow.record.log import METRIC_KEYS
@@ -565,7 +565,7 @@ def test_a_coordinator_that_is_restarted_deletes_none_for_one_that_may_not_have_
     told = uploading()
     all_written(told, 1, "abc", read_back=False)
     again = restarted(told, stored=[10, 6, 3])
-    assert again.of(c.Delete) == [c.Delete(unread=10)]
+    assert again.of(c.Delete) == [c.Delete(unread=(10,))]
 
 
 def test_whoever_waits_is_told_when_the_run_is_over() -> None:
@@ -828,6 +828,66 @@ def test_a_checkpoint_that_no_node_can_read_back_any_more_counts_and_costs_no_ol
     told(e.HasReadBack(1, "b", ""))
     told(e.HasReadBack(1, "c", ""))
     assert (told.of(c.Delete), told.of(c.NoteDamaged)) == ([], [])
+
+
+def reading(*committed: int) -> Told:
+    """Of nodes a and b, with COMMITs of these steps; the first one is being read back, node a has."""
+    told = Told(checkpoint=CheckpointConfig(every_steps=10), min_workers=2)
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    for upload, step in enumerate(committed, start=1):
+        told.now += 600.0
+        told.seal(Version(1, step), PEERS)
+        all_written(told, upload, "ab", read_back=False)
+        if upload == 1:
+            told(e.HasReadBack(1, "a", ""))
+    return told
+
+
+def test_a_checkpoint_that_comes_while_another_is_read_back_waits_for_it() -> None:
+    """Each dropped what was being read: where that took longer than a checkpoint, none was ever deleted."""
+    told = reading(10, 20, 30)
+    assert told.of(c.ReadBack) == [c.ReadBack(1, "a", "a"), c.ReadBack(1, "b", "b")]
+    assert told.of(c.Delete) == []
+    (said,) = told.records("note")
+    assert said["text"].startswith("the checkpoint of step 10 is still being read back, and that of step 20 is there: ")
+    told(e.HasReadBack(1, "b", ""))
+    assert told.of(c.Delete) == [c.Delete(unread=(20, 30))]
+    assert told.of(c.ReadBack)[2:] == [c.ReadBack(3, "a", "a"), c.ReadBack(3, "b", "b")], "the newest"
+    for node in "ab":
+        assert told.control.settling.busy
+        told(e.HasReadBack(3, node, ""))
+    assert told.of(c.Delete)[1:] == [c.Delete()]
+    assert not told.control.settling.busy
+
+
+def test_a_checkpoint_that_waits_for_one_that_cannot_be_read_back_is_next() -> None:
+    told = reading(10, 20)
+    told.now += 1201.0  # of checkpoint.timeout_s
+    told()
+    assert told.of(c.ReadBack)[2:] == [c.ReadBack(2, "a", "a"), c.ReadBack(2, "b", "b")]
+    told(e.HasReadBack(2, "a", ""))
+    told(e.HasReadBack(2, "b", ""))
+    assert told.of(c.Delete) == [c.Delete()]
+
+
+def test_what_waits_for_a_checkpoint_that_is_damaged_has_none_before_it() -> None:
+    told = reading(10, 20)
+    told(e.HasReadBack(1, "b", "its data fails its checksum"))
+    assert told.of(c.NoteDamaged) == [c.NoteDamaged(10, "its data fails its checksum")]
+    assert told.control.settling.unstored is None, "step 20 is in storage"
+    told(e.HasReadBack(2, "a", "its data fails its checksum"))
+    checkpoints = told.control.snapshots.checkpoints
+    assert (checkpoints.stored, told.of(c.Delete)) == (NOTHING, [])
+
+
+def test_a_checkpoint_of_a_run_that_went_back_does_not_wait_for_one_that_counts_no_more() -> None:
+    told = reading(20)
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab", 5)
+    told.seal(Version(2, 10), PEERS)
+    all_written(told, 2, "ab")
+    assert told.of(c.Delete) == [c.Delete(unread=(20,))]
 
 
 def not_read_back(told: Told) -> list[str]:

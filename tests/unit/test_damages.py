@@ -6,6 +6,7 @@ carry nothing (the padding between a slot's spans) may change unnoticed: then th
 """
 
 import shutil
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,9 @@ import pytest
 
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
-from regrow.state.disk import catalog, store
+from regrow.state.disk import catalog, gather, store
 from regrow.state.disk import catalog as tools
-from regrow.state.disk.format import COMMIT
+from regrow.state.disk.format import COMMIT, STORED_CHUNK_BYTES
 from regrow.state.disk.gather import read_back
 from regrow.state.memory.held import CHECKSUMS, COPY
 from regrow.state.memory.holders import Holder, Holders
@@ -260,12 +261,14 @@ def test_damaged_checkpoints_are_named_and_the_one_before_used(written: Path, se
     assert min(outcomes[20], outcomes[10]) > 0, outcomes
 
 
+@pytest.mark.parametrize("is_remote", [False, True])
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0], ids=["header", "middle", "end"])
 def test_that_storage_does_not_give_back_what_was_written_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float, is_remote: bool
 ) -> None:
     """Older ones would be deleted for it."""
     inner = LocalStorage.write_chunks
+    monkeypatch.setattr(gather, "PIECE_BYTES", 2 * STORED_CHUNK_BYTES)
 
     def write_chunks(self: LocalStorage, name: str, chunks: Any) -> int:
         data = bytearray(b"".join(bytes(chunk) for chunk in chunks))
@@ -277,8 +280,17 @@ def test_that_storage_does_not_give_back_what_was_written_is_seen(
         monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
         storage = Storage.at(tmp_path / "checkpoints")
         for file in write_checkpoint(nodes, storage, 3):
+            step = storage / catalog.step_folder(3)
+            data = bytearray(step.read_bytes(file.name))
+            if is_remote:
+                step = Storage.at(f"memory://{uuid.uuid4().hex}")
+                step.write_bytes(file.name, bytes(data))
             with pytest.raises(CheckpointError, match="what was written is not what is read"):
-                read_back(storage / catalog.step_folder(3), file)
+                read_back(step, file)
+            if is_remote:
+                data[int(at * (len(data) - 1))] ^= 1
+                step.write_bytes(file.name, bytes(data))
+                read_back(step, file)
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -268,7 +268,7 @@ def test_a_checkpoint_that_may_not_have_been_read_back_counts_for_none_of_those_
     folder, publisher = Storage.at(tmp_path), publisher_in(tmp_path)
     for step in (5, 20, 30):
         save_one_by_one(folder, [whole_entry("w", torch.zeros(3))], scalars={"step": step}, run_id="run")
-    for command, left in ((c.Delete(unread=30), [30, 20, 5]), (c.Delete(), [30, 20])):
+    for command, left in ((c.Delete(unread=(30,)), [30, 20, 5]), (c.Delete(), [30, 20])):
         publisher.delete(command)
         assert until(publisher.done) == [e.Deleted("")]
         assert committed_steps(folder) == left

@@ -250,7 +250,7 @@ def test_a_coordinator_that_is_restarted_does_not_delete_the_newest_verified_che
     outcome(told, 6)
     write(told, 15, 25)
     again = taken_up(told, stored=[25, 15, 5], checkpoint=CHECKPOINTS_BY_RANKS)
-    assert again.of(c.Delete) == [c.Delete(spared=5, unread=25)]
+    assert again.of(c.Delete) == [c.Delete(spared=5, unread=(25,))]
     outcome(again, 30, odd=(1,))
     outcome(again, 31, odd=(1,))
     assert [each.step for each in again.of(c.NoteDamaged)] == [25, 15]
@@ -261,7 +261,7 @@ def test_a_coordinator_that_is_restarted_does_not_delete_the_newest_verified_che
     assert later.of(c.Delete) == [], "that 35 is verified is not in the log yet"
     write(told, 45)
     later = taken_up(told, stored=[45, 35], checkpoint=CHECKPOINTS_BY_RANKS)
-    assert later.of(c.Delete) == [c.Delete(unread=45)]
+    assert later.of(c.Delete) == [c.Delete(unread=(45,))]
 
 
 def test_what_was_verified_is_known_to_a_coordinator_that_is_restarted() -> None:

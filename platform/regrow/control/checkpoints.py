@@ -24,7 +24,7 @@ from regrow.control.events import (
     Written,
 )
 from regrow.control.peers import KeeperRegistry
-from regrow.control.read_back import ReadBacks, StoredSteps
+from regrow.control.read_back import Committed, ReadBacks, StoredSteps
 from regrow.control.upload import Stage, Upload
 from regrow.control.values import NEVER, NOTHING, Version
 
@@ -210,7 +210,7 @@ class Checkpoints:
         seconds = now - found.begun_at
         took = {"seconds": seconds, **found.times.to_event(now), **self.steps.told}
         self._out.record("checkpoint", step=step, bytes=event.num_bytes, reason=found.reason, **took)
-        self.read_backs.begin(upload, step, self.stored, found.asked, now)
+        self.read_backs.begin(Committed(upload, step, self.stored, found.asked), now)
         self.has_stored(step)
         if current is not None:
             self.cadence.written(took_s=seconds)
@@ -224,6 +224,7 @@ class Checkpoints:
             self.stored, self._secured = before if step == self.stored else self.stored, NEVER
             self._failed(step, str(event.problem), now)
             self.ask(step, "the one before is damaged", now)
+        self.read_backs.tick(now)
 
     def publish_failed(self, event: PublishFailed, now: float) -> None:
         self._late.pop(event.upload, None)

@@ -261,10 +261,10 @@ class NoteDamaged:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete checkpoints that are more than is kept. Those of these steps neither count nor go; NOTHING: none."""
+    """Delete checkpoints that are more than is kept. Those of these steps neither count nor go."""
 
-    spared: int = NOTHING  # verified
-    unread: int = NOTHING  # not read back, it may be
+    spared: int = NOTHING  # verified; NOTHING: none
+    unread: tuple[int, ...] = ()  # not read back, it may be
 
 
 Command = (

@@ -1,7 +1,10 @@
-"""The newest checkpoint is read once by the nodes that wrote it, before older ones are deleted for it. Pure."""
+"""A checkpoint is read once by the nodes that wrote it, before older ones are deleted for it. Pure.
+
+One after another: what is being read is read to its end, however many come meanwhile, and of these the newest is next.
+"""
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack, ReadBackAll
 from regrow.control.events import Deleted, HasReadBack, Spoken
@@ -9,6 +12,10 @@ from regrow.control.peers import KeeperRegistry
 from regrow.control.values import NOTHING
 
 OLDER_STAY = "older ones stay"  # ends the note of a checkpoint that could not be read back
+DELETED_LATER = (
+    "reading back takes longer than from one checkpoint to the next, and old ones are deleted later; have "
+    "checkpoints further apart, or storage that is read faster"
+)
 MOST_READERS = 3  # of a part, one after another, where nodes are gone or storage does not answer
 
 
@@ -67,7 +74,15 @@ class StoredSteps:
     @property
     def deletions_left(self) -> list[Delete]:
         """That of those which a coordinator before may have died deleting, or reading back the newest first."""
-        return [replace(each, unread=self.newest) for each in self.deletions]
+        return self.deletions_but([self.newest])
+
+    def deletions_for(self, step: int) -> list[Delete]:
+        """That of what is older than this step's, which was read back: later ones were not."""
+        return self.deletions_but([each for each in self._steps if each > step])
+
+    def deletions_but(self, unread: Iterable[int]) -> list[Delete]:
+        """That of old ones, for which checkpoints of these steps do not count."""
+        return [replace(each, unread=tuple(sorted(unread))) for each in self.deletions]
 
     @property
     def _later(self) -> list[int]:
@@ -83,11 +98,23 @@ class StoredSteps:
         return self.newest, dropped
 
 
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint whose COMMIT is there."""
+
+    upload: int
+    step: int
+    before: int  # the newest step in storage, if this one is damaged
+    writers: Mapping[str, str]  # by origin, the node that has written its part
+
+
 class ReadBacks:
-    """Of one checkpoint at a time: a newer one counts for more."""
+    """Of one checkpoint at a time."""
 
     def __init__(self, out: Outbox, steps: StoredSteps, *, timeout_s: float, keepers: KeeperRegistry) -> None:
         self._out, self._steps, self._timeout_s, self._keepers = out, steps, timeout_s, keepers
+        self._next: Committed | None = None  # once the one that is being read is
+        self._is_told = False  # that they come faster than they are read
         self.step = 0  # of the checkpoint
         self.before = 0  # the newest step in storage, if that is damaged
         self._upload = 0
@@ -98,12 +125,24 @@ class ReadBacks:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting or self._next)
 
-    def begin(self, upload: int, step: int, before: int, writers: Mapping[str, str], now: float) -> None:
-        """COMMIT of this upload is there. `writers`: by origin, the node that has written its part."""
-        self.before = before if before != step else self.before  # where the step is committed once more
-        self._upload, self.step, self._why = upload, step, ""
+    def begin(self, new: Committed, now: float) -> None:
+        """COMMIT of this upload is there. Where the run went back, what is being read counts no more."""
+        if not self._waiting or new.step <= self.step:
+            self._next = None
+            self._start(new, now)
+            return
+        self._next = new
+        if not self._is_told:
+            self._is_told = True
+            late = f"the checkpoint of step {self.step} is still being read back, and that of step {new.step} is there"
+            self._out.record("note", text=f"{late}: {DELETED_LATER}")
+
+    def _start(self, new: Committed, now: float) -> None:
+        upload, writers = new.upload, new.writers
+        self.before = new.before if new.before != new.step else self.before  # where the step is committed once more
+        self._upload, self.step, self._why = upload, new.step, ""
         self._waiting, self._until = {origin: [node] for origin, node in writers.items()}, now + self._timeout_s
         self._nodes = tuple(dict.fromkeys(writers.values()))
         is_its_own = all(origin == node for origin, node in writers.items())
@@ -130,8 +169,10 @@ class ReadBacks:
             self._waiting.clear()
             self._steps.drop(self.step)
             self._out.append(NoteDamaged(self.step, event.problem))
+            if self._next is not None and self._next.before == self.step:
+                self._next = replace(self._next, before=self.before)
         elif not self._waiting:
-            self._out.extend(self._steps.deletions)
+            self._out.extend(self._steps.deletions_for(self.step))
         return bool(event.problem)
 
     def left_out(self, event: Spoken) -> None:
@@ -172,6 +213,9 @@ class ReadBacks:
         if self._waiting and now > self._until:
             late = f"not within {self._timeout_s:.0f} s"
             self._give_up(f"{late}; {self._why}" if self._why else late)
+        if self._next is not None and not self._waiting:
+            new, self._next = self._next, None
+            self._start(new, now)
 
     def _give_up(self, why: str) -> None:
         self._waiting.clear()

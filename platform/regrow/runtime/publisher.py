@@ -157,7 +157,7 @@ class Publisher:
         """Delete checkpoints that are more than is kept."""
         earlier = tuple(self._working)  # notes of what is damaged among them
         apart = {each.moment.step for number, each in self._uploads.items() if number not in self._stored}
-        apart |= {command.spared, command.unread}
+        apart |= {command.spared, *command.unread}
 
         def delete() -> e.Event:
             wait(earlier)

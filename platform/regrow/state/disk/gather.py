@@ -13,7 +13,7 @@ from regrow.state.checksums import checksums
 from regrow.state.disk.format import SPAN, STORED_CHUNK_BYTES, Content, DataFile, encode_header
 from regrow.state.disk.metadata import num_chunks
 from regrow.state.disk.stacks import Part, columns_of
-from regrow.storage import Storage
+from regrow.storage import Storage, in_threads
 
 PIECE_BYTES = 64 * STORED_CHUNK_BYTES  # gathered at once, checked, then given to storage
 UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes of an element: bits, whatever they mean
@@ -45,18 +45,22 @@ def read_back(target: Storage, file: DataFile) -> None:
     """Older checkpoints are deleted for this one: storage has what it was given. Raises OSError, and CheckpointError
     where it has not."""
     assert file.content is not None
+    crc, where = np.frombuffer(file.content.crc, "<u4"), str(target / file.name)
+    spans = np.frombuffer(file.content.spans, SPAN)[["offset", "crc"]].tolist()
+    ends = [*(each for each, _ in spans[1:]), file.num_bytes]
+    pieces = [  # where each begins, its bytes, its first checksum
+        (begin, min(PIECE_BYTES, end - begin), first + (begin - offset) // STORED_CHUNK_BYTES)
+        for (offset, first), end in zip(spans, ends, strict=True)
+        for begin in range(offset, end, PIECE_BYTES)
+    ]
     try:
         check_header(target, file)
-        crc, buffer = (
-            np.frombuffer(file.content.crc, "<u4"),
-            memoryview(np.empty(min(PIECE_BYTES, file.num_bytes), np.uint8).data),
-        )
-        spans = np.frombuffer(file.content.spans, SPAN)[["offset", "crc"]].tolist()
-        for (offset, first), end in zip(spans, [*(each for each, _ in spans[1:]), file.num_bytes], strict=True):
-            for begin in range(offset, end, PIECE_BYTES):
-                size = min(PIECE_BYTES, end - begin)
-                data = buffer[: target.read_into(file.name, begin, buffer[:size])]
-                check(data, crc[first + (begin - offset) // STORED_CHUNK_BYTES :], size, str(target / file.name))
+        if target.is_local:
+            buffer = memoryview(np.empty(min(PIECE_BYTES, file.num_bytes), np.uint8).data)
+            for begin, size, first in pieces:
+                check(buffer[: target.read_into(file.name, begin, buffer[:size])], crc[first:], size, where)
+        else:  # one request after another would take minutes for what is written in one
+            in_threads(lambda each: read_checked(target, file.name, each[0], sum(each[:2]), crc[each[2] :]), pieces)
     except CheckpointError as error:
         raise CheckpointError(f"what was written is not what is read: {error}; is that file system sound?") from error
 
