@@ -82,6 +82,16 @@ def test_a_gpus_number_is_its_place_among_those_of_the_machine(driver: Path) -> 
     assert ask(driver, NUMBER, NO_DRIVER="1") == [0, 0, 0]
 
 
+def test_a_gpu_keeps_its_number_where_one_before_it_is_lost(driver: Path) -> None:
+    """The ranks behind it were shown their neighbours' temperature and power."""
+    assert ask(driver, NUMBER, LOST="0") == [0, 1, 0]
+    (lost, text, _), (fields, _, problem) = ask(driver, READ, LOST="0", CELSIUS="84")
+    assert (lost["uuid"], lost["temperature_c"], text) == ("", None, "a GPU: tells nothing")
+    assert (fields["uuid"], fields["temperature_c"], problem) == ("GPU-1", 84, "")
+    assert ask(driver, NEAR, LOST="0", SOCKET="1") == [[], [0, 126], []]
+    assert ask(driver, WATCH, LOST="0", XID="79") == ["GPU-1", 79]
+
+
 def test_what_a_gpu_tells_is_in_its_units(driver: Path) -> None:
     (_, _, nothing), (fields, text, _) = ask(
         driver, READ, CELSIUS="84", MILLIWATTS="698500", SM_MHZ="1755", REASONS="36"
@@ -97,7 +107,7 @@ def test_what_a_gpu_does_not_tell_is_left_out(driver: Path) -> None:
     assert fields["power_w"] is None
     assert text == "NVIDIA H100 GPU-1: 50 C, 1980 MHz"
     assert problem == ""
-    assert [fields["uuid"] for fields, *_ in ask(driver, READ, LOST="1")] == ["GPU-0"]
+    assert [fields["uuid"] for fields, *_ in ask(driver, READ, LOST="1")] == ["GPU-0", ""]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ int nvmlInitWithFlags(unsigned flags) { return getenv("NO_DRIVER") ? 9 : SUCCESS
 int nvmlShutdown(void) { return SUCCESS; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
+    const char *lost = getenv("LOST"); /* its number */
+    if (lost && index == (unsigned)atol(lost)) return GPU_IS_LOST;
     *gpu = &gpus[index];
-    return index == 1 && getenv("LOST") ? GPU_IS_LOST : SUCCESS;
+    return SUCCESS;
 }
 int nvmlDeviceGetName(void *gpu, char *name, unsigned size) { strncpy(name, "NVIDIA H100", size); return SUCCESS; }
 int nvmlDeviceGetUUID(void *gpu, char *uuid, unsigned size) {

@@ -60,20 +60,24 @@ class Gpu:
             if value is not None
         ]
         slowed = [f"slowed down by {' and '.join(self.slowed_by)}"] if self.slowed_by else []
-        return f"{self.name} {self.uuid}: {', '.join([*told, *slowed]) or 'tells nothing'}"
+        return f"{f'{self.name} {self.uuid}'.rstrip()}: {', '.join([*told, *slowed]) or 'tells nothing'}"
+
+
+NAMELESS = "a GPU"
+LOST = Gpu("", NAMELESS, None, None, None, (), None, False, False, 0)  # it keeps its place among the others
 
 
 def read_gpus() -> list[Gpu]:
-    """All of this machine."""
+    """All of this machine, by their numbers; LOST in the place of one that is."""
     with _nvml() as handles:
-        return [_read(handle) for handle in handles]
+        return [_read(handle) if handle is not None else LOST for handle in handles]
 
 
 def cpus_near(uuid: str) -> set[int]:
     """The CPUs of the socket that a GPU is attached to; empty where that is not known."""
     with _nvml() as handles:
         for handle in handles:
-            if _uuid(handle) == uuid:
+            if handle is not None and _uuid(handle) == uuid:
                 words = _ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS) or []
                 return {64 * index + bit for index, word in enumerate(words) for bit in range(64) if word >> bit & 1}
     return set()
@@ -82,7 +86,7 @@ def cpus_near(uuid: str) -> set[int]:
 def number_of(uuid: str) -> int:
     """A GPU's number among the machine's, in the order of their places on its bus; 0 where that is not known."""
     with _nvml() as handles:
-        uuids = [_uuid(handle) for handle in handles]
+        uuids = [_uuid(handle) if handle is not None else "" for handle in handles]
     return uuids.index(uuid) if uuid in uuids else 0
 
 
@@ -114,7 +118,8 @@ class XidWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        with _nvml() as handles:
+        with _nvml() as all_handles:
+            handles = [handle for handle in all_handles if handle is not None]
             if not handles:
                 return
             # asked ahead: one that fell off the bus says no more which it is
@@ -148,15 +153,14 @@ class XidWatch:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[list[Any]]:
-    """Handles of all GPUs, for a while; one that is lost is left out."""
+    """Handles of all GPUs by their numbers, for a while; None in the place of one that is lost."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver, or one that does not answer
         yield []
         return
     try:
-        numbers = range(pynvml.nvmlDeviceGetCount())
-        yield [handle for number in numbers if (handle := _ask(pynvml.nvmlDeviceGetHandleByIndex, number)) is not None]
+        yield [_ask(pynvml.nvmlDeviceGetHandleByIndex, number) for number in range(pynvml.nvmlDeviceGetCount())]
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -182,7 +186,7 @@ def _read(handle: Any) -> Gpu:
     links = (_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
     return Gpu(
         uuid=_uuid(handle),
-        name=_text(_ask(pynvml.nvmlDeviceGetName, handle) or "a GPU"),
+        name=_text(_ask(pynvml.nvmlDeviceGetName, handle) or NAMELESS),
         temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
         power_w=power / 1000 if power is not None else None,
         sm_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
