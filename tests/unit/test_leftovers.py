@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import ray
 
+from regrow.runtime import driver, fleet, shell
 from regrow.runtime import keeper as keeper_module
+from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import Keeper, KeeperSettings, start_keeper
 from regrow.runtime.liveness.pulse import PulseFile, started_at
+from regrow.runtime.publisher import Publisher
 from regrow.state.memory.node import KeeperNode, delete_run, last_used, take_over_leftovers
+from regrow.storage import Storage
 
 PATTERN = "regrow-run-*"
 
@@ -171,3 +175,42 @@ def test_another_process_that_has_the_pid_by_now_is_not_ended(process: Any) -> N
     assert process.wait(60) == -signal.SIGKILL
     Keeper.end_process(None, pid, started)  # type: ignore[arg-type]  # it is gone
     assert started_at(pid) == 0
+
+
+class Closing:
+    """A keeper that deletes what it holds for a while, and answers meanwhile, or not at all."""
+
+    def __init__(self, closes_s: float, answers_s: float = 0.0) -> None:
+        self.close = SimpleNamespace(remote=lambda: (self, "close", closes_s))
+        self.secret = SimpleNamespace(remote=lambda: (self, "secret", answers_s))
+
+
+def test_keepers_have_the_time_to_give_back_their_memory_and_what_stays_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each was killed after ten seconds, and what it had not deleted stayed in its node's memory."""
+    clock, killed = [0.0], list[Any]()
+
+    def wait(calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        clock[0] = min(clock[0] + timeout, max(clock[0], *(at for *_, at in calls), 0.0))
+        done = [call for call in calls if call[2] <= clock[0]]
+        return done, [call for call in calls if call not in done]
+
+    monkeypatch.setattr(keeper_module.ray, "wait", wait)
+    monkeypatch.setattr(keeper_module.ray, "kill", lambda handle, no_restart: killed.append((handle, clock[0])))
+    never = float("inf")
+    quick, large, silent, stuck = Closing(1.0), Closing(70.0), Closing(never, never), Closing(never)
+    for closing, left, took_s in (
+        ({"q": quick}, [], 1.0),
+        ({"q": quick, "l": large}, [], 70.0),
+        ({"q": quick, "s": silent}, ["s"], 2 * keeper_module.CLOSE_S),
+        ({"l": large, "h": stuck}, ["h"], keeper_module.CLOSE_S + keeper_module.FREE_S),
+    ):
+        clock[0] = 0.0
+        killed.clear()
+        assert keeper_module.end_keepers(closing) == left
+        assert killed == [(handle, took_s) for handle in closing.values()]
+    made = Fleet("run", b"", Publisher(Storage.at(tmp_path), "run", keep=2, flush_log=lambda: None))
+    monkeypatch.setattr(fleet, "running_keepers", lambda run_id: {"a" * 56: quick, "b" * 56: stuck})
+    assert made.close().startswith("node bbbbbbbbbbbb: its keeper was ended before it had given its memory back; ")
+    assert driver.END_S > shell.CLOSE_S + shell.DELETE_S + 2 * keeper_module.CLOSE_S + keeper_module.FREE_S

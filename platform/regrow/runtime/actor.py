@@ -220,7 +220,7 @@ class Coordinator(Seats, Drained, Verified, Restarted):
             self.shell.record("note", {"text": OLD_SETTINGS.format(found)})
 
     def close(self, step: int, reason: str, detail: str, keep: bool) -> str:
-        """Write the last event and flush everything; what could not be written, or empty.
+        """Write the last event and flush everything; what could not be written, or is left in memory, or empty.
 
         Nothing stays in memory, but for the newest step where storage does not have it, or it is not known whether it
         has, and it is to be kept.
@@ -228,9 +228,10 @@ class Coordinator(Seats, Drained, Verified, Restarted):
         self.shell.tell(e.Closed())  # what still writes is fenced off
         self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
         control, fleet = self.shell.control, self.shell.fleet
+        lost, left = self.shell.close(), ""  # keepers may take minutes, and the log does not wait for them
         if not control.is_superseded and (not keep or (fleet.has_adopted and control.settling.unstored is None)):
-            fleet.close()
-        return self.shell.close()
+            left = fleet.close()
+        return "; ".join(filter(None, (lost, left)))
 
     # workers
 

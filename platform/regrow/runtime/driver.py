@@ -45,6 +45,7 @@ from regrow.runtime.ended import end_again
 from regrow.runtime.entry import train_fn
 from regrow.runtime.interrupts import StopRequest
 from regrow.runtime.job import Job
+from regrow.runtime.keeper import FREE_S
 from regrow.runtime.reporter import Reporter
 from regrow.runtime.run_folder import Run, check_may_start, find_or_create, write_config
 from regrow.runtime.shell import CLOSE_S, DELETE_S
@@ -63,7 +64,7 @@ LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
 UNBEGUN_S = 20.0  # for the log of a run that is interrupted before its workers start
 TELL_S = 5.0  # for the last checkpoint, before it is told of
 ASK_S = 2.0  # for the coordinator to say what is in memory, where it is left at once
-END_S = CLOSE_S + DELETE_S + 60.0  # for the coordinator to write the rest of the log, and to end
+END_S = CLOSE_S + DELETE_S + FREE_S + 60.0  # for the coordinator to write the rest of the log, and to end keepers
 ANSWER_S = 60.0  # for the coordinator to answer, before a word is said of it
 AGAIN_S, MOST_AGAIN_S = 1.0, 30.0  # before another controller of Ray Train, where the one before formed no group
 NUM_IN_VAIN = 30  # such controllers in a row, before the run is given up: storage may be away for minutes

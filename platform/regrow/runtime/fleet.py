@@ -45,6 +45,11 @@ from regrow.state.memory.slots import Committed
 ANSWER_S = 10.0  # for keepers to answer a small question; where many are asked, from one answer to the next
 ALL_ANSWER_S = 20.0  # for all of them: the rank that asked is not taken for hung meanwhile (`control.phases`)
 
+LEFT = (
+    "node {}: its keeper was ended before it had given its memory back; what is left in snapshot.folder is deleted by "
+    "a keeper that starts there"
+)
+
 Then = Callable[["Future[Any]"], e.Event | None]  # of an answer, what control is told
 
 
@@ -259,11 +264,13 @@ class Fleet:
             answers.append(self._found())
         return [*answers, *(e.ConnectionLost(node) for node in self._connections.lost())]
 
-    def close(self) -> None:
-        """End all keepers, those too whose workers ended before they could name them: they leave nothing in memory."""
+    def close(self) -> str:
+        """End all keepers, those too whose workers ended before they could name them: they leave nothing in memory, or
+        it is said where."""
         self._connections.close()
         known = {node: client.handle for node, (client, _) in self._known.items()}
-        end_keepers((running_keepers(self._run_id) | known).values())
+        left = end_keepers(running_keepers(self._run_id) | known)
+        return LEFT.format(", ".join(node[:12] for node in left)) if left else ""
 
     def _clients(self, nodes: Iterable[str] | Sequence[str]) -> list[KeeperClient]:
         return [self._known[node][0] for node in nodes if node in self._known]

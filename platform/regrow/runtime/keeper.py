@@ -49,7 +49,8 @@ NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
-CLOSE_S = 10.0
+CLOSE_S = 10.0  # for a keeper to delete what it holds, or to answer where that takes longer
+FREE_S = 120.0  # for one that answers: 300 GB of a node's memory, of which a kernel gives back some 4 to 10 GB/s
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store is, unless it was told otherwise
 A_KEEPERS = re.compile(r"regrow-[0-9a-f]{16}-[0-9a-f]{12}")  # folders, by run and node; see `start_keeper`
 STORE_OPTION = b"--object_store_memory="  # of a raylet, in bytes
@@ -432,13 +433,22 @@ def start_keeper(run_id: str, node: str, settings: KeeperSettings) -> Any:
     ).remote(run_id, node, folder, settings)
 
 
-def end_keepers(handles: Iterable[Any]) -> None:
-    """Have keepers delete what they hold, and end them."""
-    handles = list(handles)
-    closing = [handle.close.remote() for handle in handles]
-    ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S) if closing else None
-    for handle in handles:
+def end_keepers(handles: Mapping[str, Any]) -> list[str]:
+    """Have keepers, by node, delete what they hold, and end them; the nodes where that was not done in time."""
+    closing = {handle.close.remote(): node for node, handle in handles.items()}
+    answering = {handles[closing[call]].secret.remote(): call for call in _not_done(closing, CLOSE_S)}
+    silent = _not_done(answering, CLOSE_S)
+    _not_done([call for question, call in answering.items() if question not in silent], FREE_S)
+    left = _not_done(answering.values(), 0.0)
+    for handle in handles.values():
         ray.kill(handle, no_restart=True)
+    return [closing[call] for call in left]
+
+
+def _not_done(calls: Iterable[Any], within_s: float) -> list[Any]:
+    """Those of these that have neither been answered within so long, nor failed."""
+    calls = list(calls)
+    return list(ray.wait(calls, num_returns=len(calls), timeout=within_s)[1]) if calls else []
 
 
 def running_keepers(run_id: str) -> dict[str, Any]:
