@@ -6,6 +6,7 @@ Counted are the interpreter's instructions, in groups of which one is twice as l
 import heapq
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -79,10 +80,13 @@ def life(size: int) -> dict[str, int]:
         count(f"sealed {step}", lambda: told(e.Sealed(acks)))
         count(f"tick {step}", told)
 
+    def again(member: Member) -> Member:
+        return replace(member, port=told.control.generation + 1)
+
     def come(after: int) -> None:
         """All ranks join and ask, node by node, as keepers speak for them."""
         for first in range(0, len(alive), RANKS_PER_NODE):
-            for message in (lambda m: e.Joined(m, size), lambda m: e.Asked(m.id, after)):
+            for message in (lambda m: e.Joined(again(m), size), lambda m: e.Asked(m.id, after)):
                 for member in alive[first : first + RANKS_PER_NODE]:
                     told.now += MESSAGE_S
                     told(message(member))
@@ -106,7 +110,7 @@ def life(size: int) -> dict[str, int]:
             count(how, lambda: told(e.Unfit(nodes[3], those[0].pid, "")))  # noqa: B023
             told(e.Died(processes, len(alive), "worker_died", ""))
         count(f"{how}: broke", lambda: [told(e.Broke(generation, "")) for _ in alive])  # noqa: B023
-        count(f"{how}: joined", lambda: [told(e.Joined(member, size)) for member in alive])  # noqa: B023
+        count(f"{how}: joined", lambda: [told(e.Joined(again(member), size)) for member in alive])  # noqa: B023
         count(f"{how}: tick", told)
         count(f"{how}: forms", lambda: told.ask(alive[0].id, generation))  # noqa: B023
         assert told.control.generation == generation + 1
@@ -136,7 +140,7 @@ def test_a_group_forms_when_the_last_of_thousands_has_come_and_not_when_it_is_lo
     assert told.ask(members[0].id).formation is not None
     told(e.Broke(1, "a peer is gone"))
     for member in members:
-        told(e.Joined(member, LARGE))
+        told(e.Joined(replace(member, port=2), LARGE))
         answer = told.ask(member.id, 1)
     assert answer.formation is not None
     assert answer.formation.generation == 2
@@ -197,6 +201,7 @@ def test_a_tick_while_one_answer_is_out_looks_at_no_rank_whose_node_has_answered
         told()
         return instructions(lambda: told.control.health.tick(told.now, members, nodes))
 
+    counted(SMALL)  # Python 3.13 counts fewer the first time
     assert counted(LARGE) == counted(SMALL)
 
 
