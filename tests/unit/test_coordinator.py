@@ -59,6 +59,7 @@ from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.held import Held
 from regrow.state.memory.slots import Committed
+from regrow.state.memory.transport import TransportError
 from regrow.storage import RETRY_DEADLINE_S, LocalStorage, Storage, StorageUnreachable
 from support.actors import Handle
 from support.corpus import write_rows
@@ -90,9 +91,10 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 
 
 def join(made: Coordinator, *members: Member) -> Answer:
+    """Each has other ports after each group."""
     after = made.ready()
     for member in members:
-        made.join(member, len(members))
+        made.join(replace(member, port=member.port + after), len(members))
     return until(lambda: answer if (answer := made.formation(members[0].id, after)).seat else None)
 
 
@@ -592,6 +594,31 @@ def test_keepers_are_not_ended_before_all_of_an_earlier_job_have_said_what_they_
         until(lambda: made.shell.fleet.has_adopted)  # its node is gone, and what it held: nothing to wait for
     made.close(0, "interrupted", "", keep=True)
     assert ended == ["keepers"] * dies
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason", "ends"),
+    [
+        (TransportError("no device for RDMA"), "interrupted", True),  # what it holds is out of reach of every job
+        (OSError(errno.ENOSPC, "No space left on device"), "interrupted", False),  # the next job may reach it
+        (OSError(errno.ENOSPC, "No space left on device"), "finished", True),  # none can hold a later step
+    ],
+)
+def test_one_keeper_of_an_earlier_job_that_cannot_serve_keeps_no_others_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception, reason: str, ends: bool
+) -> None:
+    """Before, no keeper of a run that had finished was ended, and each node's snapshots stayed in its memory."""
+    fails = Keeper("fails")
+    answer: Future[KeeperInfo] = Future()
+    answer.set_exception(RayTaskError("serve", "traceback", cause))
+    fails.serve = lambda coordinator, secret: answer  # type: ignore[method-assign, assignment, return-value]
+    ended = list[str]()
+    keepers_found(monkeypatch, Keeper("serves"), fails)
+    made = make(tmp_path)
+    monkeypatch.setattr(made.shell.fleet, "close", lambda: ended.append("keepers"))
+    made.adopt_keepers()
+    made.close(5, reason, "", keep=True)
+    assert ended == ["keepers"] * ends
 
 
 def test_a_group_that_only_keepers_know_of_is_over_when_the_coordinator_is_restarted(

@@ -229,7 +229,8 @@ class Coordinator(Seats, Drained, Verified, Restarted):
         self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
         control, fleet = self.shell.control, self.shell.fleet
         lost, left = self.shell.close(), ""  # keepers may take minutes, and the log does not wait for them
-        if not control.is_superseded and (not keep or (fleet.has_adopted and control.settling.unstored is None)):
+        is_known = fleet.has_adopted or reason == "finished"  # then no keeper holds a later step
+        if not control.is_superseded and (not keep or (is_known and control.settling.unstored is None)):
             left = fleet.close()
         return "; ".join(filter(None, (lost, left)))
 

@@ -41,6 +41,7 @@ from regrow.state.disk.upload import Joined, Published, Written
 from regrow.state.memory.holders import Holders, Holding
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
+from regrow.state.memory.transport import TransportError
 
 ANSWER_S = 10.0  # for keepers to answer a small question; where many are asked, from one answer to the next
 ALL_ANSWER_S = 20.0  # for all of them: the rank that asked is not taken for hung meanwhile (`control.phases`)
@@ -67,7 +68,7 @@ class Fleet:
 
     @property
     def has_adopted(self) -> bool:
-        """Whether all keepers of an earlier coordinator have said what they hold, or are gone."""
+        """Whether all keepers of an earlier coordinator have said what they hold, are gone, or never can serve."""
         return self._has_looked and not self._unheard
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
@@ -89,7 +90,8 @@ class Fleet:
             if (error := answer.exception()) is None:
                 self._has_late |= is_late
                 return self.register(handles[node], answer.result(), restarted=is_late)
-            if isinstance(error, ray.exceptions.ActorDiedError):  # with what it held
+            out_of_reach = isinstance(getattr(error, "cause", None), TransportError)  # what it holds, for each job
+            if out_of_reach or isinstance(error, ray.exceptions.ActorDiedError):  # with what it held
                 self._unheard.pop(node, None)
             return None
 
