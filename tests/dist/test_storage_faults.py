@@ -76,7 +76,7 @@ def until(condition: Callable[[], Any], patience_s: float = 60.0) -> Any:
 def form(made: Coordinator, pid: int) -> int:
     """A group of one worker that trains from the next step."""
     after = made.ready()
-    made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 1)
+    made.join(Member(f"m{pid}", "node", "127.0.0.1", after + 1, pid), 1)  # another port after each group
     answer = until(lambda: found if (found := made.formation(f"m{pid}", after)).seat else None)
     generation: int = answer.seat.generation
     return generation

@@ -38,6 +38,7 @@ NO_TIME = float("-inf")
 LAST_ROOM_S = 10.0  # that a last step waits for room for its snapshot
 LEAVE_S = 20.0  # after which the driver does not wait for workers any more
 MOST_ON_WAY = 6  # of rank 0's calls of rows
+TOLD_TWICE, LATE_S = 0.2, 5.0  # offers of workers, and how late
 SLOTS = 3
 KEEP = 2
 FENCED = (e.Began, e.Row, e.RowsAgain, e.Verified, e.CheckpointWanted, e.Leaving, e.NotFinite, e.Logged)
@@ -93,6 +94,7 @@ class Worker:
     generation: int = 0  # that it trains in, or tries to; 0: it waits for one
     alive: bool = True
     stopped: bool = False
+    port: int = 1  # another one each time that it comes
     rows: KeptRows = field(default_factory=KeptRows)
     could_have: list[int] = field(default_factory=list)  # steps whose rows it could send again as rank 0
 
@@ -825,7 +827,7 @@ class World:
         return e.KeeperUp(node.name, node.name, (node.name, 1), restarted)
 
     def _member(self, worker: Worker) -> Member:
-        return Member(worker.id, worker.node, worker.node, 1, worker.pid, 1)
+        return Member(worker.id, worker.node, worker.node, worker.port, worker.pid, 1)
 
     def _join(self, worker: Worker) -> None:
         if not worker.alive or self.over:
@@ -833,8 +835,23 @@ class World:
         if worker.stopped or not self.up:
             self.after(1.0, lambda: self._join(worker))
             return
-        self.tell(e.Joined(self._member(worker), self.max_nodes))
+        offer = e.Joined(self._member(worker), self.max_nodes)
+        self.tell(offer)
+        if self.order.random() < TOLD_TWICE:  # by its keeper, which stood, and by itself
+            self.after(LATE_S * self.order.random(), lambda: self._tell_again(offer))
         self._ask(worker)
+
+    def _tell_again(self, offer: e.Joined) -> None:
+        if not self.up or self.over:
+            return
+        control, state, worker = self.control, self.control.state, self.workers[offer.member.id]
+        formation, waiting = control.group.formation, control.group.membership.waiting
+        has_place = formation is not None and offer.member in formation.members
+        if not has_place and (worker.generation or worker.port != offer.member.port):
+            return  # of a group that is over, or that no log has: none is told of so late
+        self.tell(offer)
+        if has_place and control is self.control and (control.state != state or offer.member in waiting.values()):
+            raise Broken(f"{offer.member.id} has its place, and its offer, told again, is taken for another one")
 
     def _ask(self, worker: Worker) -> None:
         if not worker.alive or worker.generation or self.over:
@@ -864,6 +881,7 @@ class World:
         if worker.alive and worker.generation:
             run = self.runs[worker.generation]
             run.over, worker.generation = True, 0
+            worker.port += 1
             self.after(self.soon(), lambda: self._join(worker))
 
     def _enter(self, worker: Worker, run: Run) -> None:

@@ -59,8 +59,12 @@ class Told:
         return [dict(command.fields) for command in self.of(c.Record) if command.event == event]
 
     def join(self, *members: Member, expected: int | None = None) -> None:
+        """One of the newest group comes again, with another port than it had there."""
         for member in members:
-            self(e.Joined(member, expected or len(members)))
+            formation = self.control.group.formation
+            rank = formation.rank_of(member.id) if formation is not None else None
+            offer = replace(member, port=formation.members[rank].port + 1) if formation and rank is not None else member
+            self(e.Joined(offer, expected or len(members)))
 
     def ask(self, member_id: str, after: int = 0) -> Answer:
         self.now += 0.001  # whether a group can be formed is not looked at in one instant twice

@@ -14,7 +14,7 @@ from regrow.control.core import DEVICE_PATIENCE_S, Fenced
 from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, AT_MOST_S, REFUSED_S, Links
-from regrow.control.membership import LAST_CALL_S, Member
+from regrow.control.membership import LAST_CALL_S, Formation, Member
 from regrow.control.past import Past, Rollbacks, group_of, is_submitted
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
@@ -306,7 +306,7 @@ def test_a_worker_with_the_pid_of_one_that_was_replaced_weeks_before_is_another_
         told(e.Died((("c", 3),), 2, "worker_died", "gone"))
         told.now += 2.0
     assert len(told.records("failure")) == 1
-    assert told.form(one(1, "a"), one(2, "b")).members == (one(1, "a"), one(2, "b"))
+    assert [member.id for member in told.form(one(1, "a"), one(2, "b")).members] == ["m1", "m2"]
     told.join(replace(one(3, "c"), id="back", started=1))
     assert told.ask("back").over, "its node was cut off, and is back"
     assert told.of(c.Kill) == [c.Kill("c", 3, 1)]
@@ -364,6 +364,37 @@ def test_no_process_hangs_of_a_group_that_was_one_too_many() -> None:
     assert told.ask("m0", told.control.generation).given_up
     told.now += 60.0
     assert told.control.health.stalls.stalled_s(told.now) == 0.0
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_an_offer_that_has_its_place_and_is_told_again_breaks_no_group(trains: bool, restarted: bool) -> None:
+    """By its keeper, which stood for a while, or by the worker itself, which had no answer from that."""
+    told = Told()
+    offers = [
+        replace(one(pid, node), gpu=pid, lifeline=7, machine="host", control=9) for pid, node in ((1, "a"), (2, "b"))
+    ]
+    for offer in offers:
+        told(e.Joined(offer, 2))
+    assert told.ask("m1").formation is not None
+    if restarted:
+        log = log_of(told)
+        told = Told(Past.of(log, generation=1, logged=0, stored=(), restarted=True))
+        told(group_of(log, 1))
+    if trains:
+        told.begin("ab")
+    state = told.control.state
+    told.clear()
+    for offer in offers:
+        told(e.Joined(offer, 2))
+    assert (told.control.state, told.of(c.TellOver)) == (state, [])
+    assert told.ask("m2").formation is not None, "it has not had its seat yet"
+    told(e.Broke(1, "a peer is gone"))
+    told(e.Joined(replace(offers[0], port=8), 2))
+    told(e.Joined(offers[1], 2))  # late
+    assert told.ask("m1", 1).formation is None, "the other one has not come again"
+    told(e.Joined(replace(offers[1], port=8), 2))
+    assert told.ask("m1", 1).formation == Formation(2, tuple(replace(offer, port=8) for offer in offers))
 
 
 def test_rows_that_went_with_a_coordinator_are_asked_for() -> None:

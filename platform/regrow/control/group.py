@@ -80,14 +80,18 @@ class Group(Losses):
     # workers come
 
     def join(self, event: Joined, now: float) -> None:
-        """One that Ray Train has replaced is turned away: its node was cut off and is back, or Ray was mistaken."""
+        """One that Ray Train has replaced is turned away: its node was cut off and is back, or Ray was mistaken.
+
+        What has its place in the newest group is no news: a process that comes again has other ports. Its keeper and
+        the process itself may tell of one offer both, one of them late."""
         member = event.member
-        if self._is_turned_away(member, now) or member.id in self.expelled:
+        if self._is_turned_away(member, now) or member.id in self.expelled or has_place(self.formation, member):
             return
         self.nodes.met(member)
         quarantined, exclusions = self.nodes.exclusions.quarantined(now), self.nodes.exclusions
-        is_corrupt = not exclusions.corrupt.isdisjoint((member.node, member.machine))
-        is_refused = is_corrupt or (member.machine in quarantined and not self.too_few.yields(now))
+        names = member.node, member.machine  # its host's failures are counted by either
+        is_quarantined, is_corrupt = (not each.isdisjoint(names) for each in (quarantined, exclusions.corrupt))
+        is_refused = is_corrupt or (is_quarantined and not self.too_few.yields(now))
         if is_refused and self.in_place:
             self.expelled.add(member.id)  # a host that came back as another node: it is started elsewhere
             return

@@ -187,8 +187,8 @@ class Player:
         """Workers are ready, and so are the keepers of their nodes."""
         for node in dict.fromkeys(member.node for member in members):
             self.tell(e.KeeperUp(node, f"rack{self.nodes[node].domain}", (node, 1)))
-        for member in members:
-            self.tell(e.Joined(member, self.inputs.job.gpus))
+        for member in members:  # each with other ports after each group
+            self.tell(e.Joined(replace(member, port=self.control.generation + 1), self.inputs.job.gpus))
 
     def ask(self) -> None:
         """Have a group formed, if it can be; look again where it cannot yet."""
@@ -316,9 +316,9 @@ class Player:
         gone = [member for node in victims for member in (node.members if takes_node else node.members[:1])]
         for node in victims if takes_node else ():
             node.is_up = False
-        self.dead |= {member.id for member in gone}
+        self.dead |= (ended := {member.id for member in gone})
         run = self.run
-        hit = run is not None and not run.over and any(member in run.members for member in gone)
+        hit = run is not None and not run.over and any(member.id in ended for member in run.members)
         if hit and run is not None:
             run.over = True
             self.unsealed.clear()
