@@ -171,6 +171,43 @@ def test_ranks_that_only_a_later_job_asked_for_were_not_absent_before() -> None:
         assert report(rows, events, config(64, 64))["capacity_goodput"] == pytest.approx(capacity)
 
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def two_jobs(
+    first: tuple[int, int, float], asked: int, second: tuple[int, int, float], num_slices: int
+) -> dict[str, Any]:
+    """100 steps by each of two jobs, one (world size, tp, seconds) after the other; `asked` by the first one, of the
+    second all that it asked for. config.yaml is the second one's."""
+    events, rows, now = [], [], 0.0
+    for number, (size, tp, step_s) in enumerate((first, second), 1):
+        axes = dict.fromkeys(AXES, 1) | {"dp_shard": size // tp, "tp": tp}
+        events.append(event("submitted", now, max_workers=asked if number == 1 else size))
+        start = {"start_step": 100 * (number - 1), "cause": "start" if number == 1 else "resume"}
+        events.append(generation(number, now, size, **start, axes=axes, init_s=0.0, restore_s=0.0))
+        rows += steps(100 * number - 99, 100 * number, now, step_s, number, world_size=size)
+        now += 100 * step_s
+        events.append(event("stopped", now, step=100 * number, reason="finished"))
+    return report(rows, events, config(second[0], num_slices, tp=second[1]))
+
+
+def test_a_job_with_another_tp_is_measured_by_its_own_units() -> None:
+    """Before, by those of the newest config.yaml: 16 ranks in four units counted as 16, of which twelve had nothing."""
+    found = two_jobs((16, 4, 1.0), 16, (4, 1, 1.0), num_slices=4)
+    assert found["capacity_goodput"] == found["effective"] == found["goodput"] == pytest.approx(1.0)
+    found = two_jobs((12, 4, 1.0), 16, (4, 1, 1.0), num_slices=12)  # three units have 4 slices each, four had 3
+    assert found["capacity_goodput"] == pytest.approx((12 / 16 + 1) / 2)
+    assert found["effective"] == pytest.approx((3 / 4 + 1) / 2)
+    found = two_jobs((5, 1, 1.0), 6, (8, 4, 1.0), num_slices=30)  # of six ranks none is beyond whole units
+    assert found["effective"] == pytest.approx((5 / 6 + 1) / 2)
+
+
+def test_steps_of_another_tp_do_not_say_what_is_usual_for_as_many_ranks() -> None:
+    found = two_jobs((8, 4, 1.0), 8, (8, 1, 2.0), num_slices=24)
+    assert found["effective"] == pytest.approx(1.0)
+    assert found["work"]["full_step_s"] == 2.0
+
+
 def test_a_slow_half_of_a_run_does_not_become_what_is_usual() -> None:
     rows = steps(1, 10, 0, 3.0, 1) + steps(11, 40, 30, 4.0, 1)
     events = [

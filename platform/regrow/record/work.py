@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from regrow.plan.batch import BatchPlan
 from regrow.plan.pipeline import bubble_share
@@ -19,7 +19,7 @@ from regrow.record.events import Cleared, CoordinatorRestarted, Event, Generatio
 from regrow.record.ledger import Ledger, of_kind, on_one_clock
 
 RATIOS = ("goodput", "effective", "paid", "capacity_goodput")  # of report.json, as they are told of while it runs
-LEAST = 3  # undisturbed steps of a world size whose median is believed: it withstands one that is not like the others
+LEAST = 3  # undisturbed steps of a shape whose median is believed: it withstands one that is not like the others
 SLOW = "slow_"  # suspicions of this begin have kept the others waiting
 
 
@@ -36,44 +36,70 @@ class Work:
     slower_s: Mapping[str, float] = field(default_factory=dict)  # shrunk, first_step, slow: productive, and not useful
 
 
+class Shape(NamedTuple):
+    """How many ranks a group has, and how they share a step."""
+
+    size: int
+    width: int = 1  # tp x cp: ranks that share the same rows, of each stage
+    pp: int = 1  # stages of a pipeline
+
+    @property
+    def units(self) -> int:
+        """One of fewer ranks than a unit's, of a row that does not tell its axes, counts as 1."""
+        return max(1, self.size // (self.width * self.pp))
+
+
 @dataclass(frozen=True)
-class Units:
-    """Ranks that share the same rows, and how many units of them a group has."""
+class Shapes:
+    """Of a run's groups, by what they say themselves; where one does not, by the configuration of the newest job."""
 
-    axes: Mapping[str, int]  # of a unit: tp cp pp
-    other_pp: Mapping[int, int] = field(default_factory=dict)  # by world size, where groups had another one
+    width: int
+    pp: int
+    told: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # width and pp by generation
+    other_pp: Mapping[tuple[int, int], int] = field(default_factory=dict)  # by world size and width, of those that told
 
-    def pp(self, size: int) -> int:
-        """Stages of a pipeline at this world size."""
-        return self.other_pp.get(size, self.axes["pp"])
+    def of(self, size: int, width: int | None = None) -> Shape:
+        """Of a group of this size, whether it trained or not; `width` is its job's, where that is another one's."""
+        width = width or self.width
+        return Shape(size, width, self.other_pp.get((size, width), self.pp))
 
-    def count(self, size: int) -> int:
-        """Units of a group of this size; one of fewer ranks than a unit's, under another configuration, counts as 1."""
-        return max(1, size // (self.axes["tp"] * self.axes["cp"] * self.pp(size)))
+    def of_rows(self, rows: Sequence[Row]) -> list[Shape]:
+        """Of the group that trained each step."""
+        groups = {(row.get("generation", -1), row["world_size"]) for row in rows}
+        known = {
+            (generation, size): Shape(size, *self.told[generation]) if generation in self.told else self.of(size)
+            for generation, size in groups
+        }
+        return [known[row.get("generation", -1), row["world_size"]] for row in rows]
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long a step takes undisturbed, without its waits, by world size."""
+    """How long a step takes undisturbed, without its waits, by the group's shape."""
 
-    measured: Mapping[int, float]  # medians, seconds
+    measured: Mapping[Shape, float]  # medians, seconds
     num_slices: int
-    units: Units
+    shapes: Shapes
     stages_per_rank: int = 1
     slices_per_pass: int = 1
 
-    def cost(self, size: int) -> float:
-        """How long a step takes by the plan, in the time of one slice through all blocks; see `Topology.step_cost`.
-        Stages count as even."""
-        pp, batch = self.units.pp(size), BatchPlan(self.num_slices, self.units.count(size), self.slices_per_pass)
-        return batch.most_slices / pp / (1 - bubble_share(pp, self.stages_per_rank, batch.num_micro_batches))
+    def cost(self, shape: Shape) -> float:
+        """How long a step takes by the plan, in the time of one slice through all blocks on one rank; see
+        `Topology.step_cost`. Stages count as even, and so do the ranks that share rows."""
+        batch = BatchPlan(self.num_slices, shape.units, self.slices_per_pass)
+        bubble = bubble_share(shape.pp, self.stages_per_rank, batch.num_micro_batches)
+        return batch.most_slices / (shape.width * shape.pp) / (1 - bubble)
 
-    def seconds(self, size: int) -> float | None:
-        """The median, of a size that is laid out to take as long, or scaled by the plan from the most similar one."""
-        if size in self.measured:
-            return self.measured[size]
-        cost = self.cost(size)
-        nearest = min(self.measured, key=lambda each: (abs(self.cost(each) - cost), -each), default=None)
+    def seconds(self, shape: Shape) -> float | None:
+        """The median, of one that is laid out to take as long, or scaled by the plan from the most similar one."""
+        if shape in self.measured:
+            return self.measured[shape]
+        cost = self.cost(shape)
+
+        def unlike(other: Shape) -> tuple[bool, float, int]:
+            return other.width != shape.width, abs(self.cost(other) - cost), -other.size
+
+        nearest = min(self.measured, key=unlike, default=None)
         return None if nearest is None else self.measured[nearest] * cost / self.cost(nearest)
 
 
@@ -82,26 +108,27 @@ def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config
     rows, events = on_one_clock(rows, events)
     wall_s = ledger.end - ledger.begin
     times = step_times(ledger, rows, events, config)
+    shapes = times.shapes.of_rows(rows)
     asked = list(_asked(rows, events, config))
-    capacity_goodput = _capacity_goodput(ledger, rows, asked, times.units, config)
-    sizes = list(_full_sizes(rows, asked, config))
-    full_s = {size: times.seconds(size) for size in set(sizes)}
+    capacity_goodput = _capacity_goodput(ledger, shapes, asked, config)
+    full = [_full_shape(times.shapes, shape, ranks) for shape, ranks in zip(shapes, asked, strict=True)]
+    full_s = {shape: times.seconds(shape) for shape in set(full)}
     if times.measured == {} or wall_s <= 0:
         return Work(capacity_goodput=capacity_goodput)
     useful, slower = 0.0, dict.fromkeys(("shrunk", "first_step", "slow"), 0.0)
-    for row, size, is_first, spent in zip(rows, sizes, firsts(rows), ledger.productive_s.tolist(), strict=True):
-        worth = full_s[size] or 0.0
-        usual = worth if row["world_size"] == size else times.seconds(row["world_size"]) or worth
+    for shape, whole, is_first, spent in zip(shapes, full, firsts(rows), ledger.productive_s.tolist(), strict=True):
+        worth = full_s[whole] or 0.0
+        usual = worth if shape == whole else times.seconds(shape) or worth
         useful += worth
         slower["shrunk"] += usual - worth
         slower["first_step" if is_first else "slow"] += spent - usual
-    ranks, spares = sizes[-1], spare_ranks(config)
+    ranks, spares = full[-1].size, spare_ranks(config)
     effective = useful / wall_s
     return Work(
         effective=effective,
         paid=effective * ranks / (ranks + spares),
-        full_step_s=full_s[ranks],
-        is_measured=ranks in times.measured,
+        full_step_s=full_s[full[-1]],
+        is_measured=full[-1] in times.measured,
         capacity_goodput=capacity_goodput,
         useful_s=useful,
         slower_s=slower,
@@ -109,47 +136,57 @@ def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config
 
 
 def _capacity_goodput(
-    ledger: Ledger, rows: Sequence[Row], asked: Sequence[int], units: Units, config: Mapping[str, Any]
+    ledger: Ledger, shapes: Sequence[Shape], asked: Sequence[int], config: Mapping[str, Any]
 ) -> float | None:
     """Productive seconds weighted by the share of the ranks asked for that was there and not idle, over wall time."""
     num_slices, wall_s = _group(config, "optim").get("num_slices"), ledger.end - ledger.begin
     if num_slices is None or wall_s <= 0:
         return None
-    world_sizes = [row["world_size"] for row in rows]
-    busy = {size: BatchPlan(num_slices, units.count(size), 1).busy_share for size in set(world_sizes)}
-    spent = zip(ledger.productive_s.tolist(), world_sizes, asked, strict=True)
-    return math.fsum(s * size / max(ranks, size) * busy[size] for s, size, ranks in spent) / wall_s
+    busy = {shape: BatchPlan(num_slices, shape.units, 1).busy_share for shape in set(shapes)}
+    spent = zip(ledger.productive_s.tolist(), shapes, asked, strict=True)
+    return math.fsum(s * shape.size / max(ranks, shape.size) * busy[shape] for s, shape, ranks in spent) / wall_s
 
 
-def units_of(events: Sequence[Event], config: Mapping[str, Any]) -> Units:
-    """As the configuration has them, and the groups that trained."""
-    parallel = _group(config, "parallel")
-    axes = {axis: int(parallel.get(axis) or 1) for axis in ("tp", "cp", "pp")}
-    return Units(axes, {each.world_size: each.axes.get("pp", 1) for each in of_kind(events, Generation) if each.axes})
+def shapes_of(events: Sequence[Event], config: Mapping[str, Any]) -> Shapes:
+    """As the groups that trained say, and the configuration."""
+    told: dict[int, tuple[int, int]] = {}
+    other_pp: dict[tuple[int, int], int] = {}
+    for each in of_kind(events, Generation):
+        if each.axes:
+            width, pp = _width_and_pp(each.axes)
+            told[each.generation] = width, pp
+            other_pp[each.world_size, width] = pp
+    return Shapes(*_width_and_pp(_group(config, "parallel")), told, other_pp)
+
+
+def _width_and_pp(axes: Mapping[str, Any]) -> tuple[int, int]:
+    tp, cp, pp = (int(axes.get(axis) or 1) for axis in ("tp", "cp", "pp"))
+    return tp * cp, pp
 
 
 def step_times(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]) -> StepTimes:
     """Medians over steps that are not a group's first, and during which no rank or link was found slow.
 
-    Of a size with fewer than three of these none, unless no size has more.
+    Of a shape with fewer than three of these none, unless none has more.
     """
-    slow = slow_times(events)
+    slow, shapes = slow_times(events), shapes_of(events, config)
     begins = [begin for begin, _ in slow]
-    found: dict[int, list[float]] = defaultdict(list)
-    for row, is_first, spent in zip(rows, firsts(rows), ledger.productive_s.tolist(), strict=True):
+    found: dict[Shape, list[float]] = defaultdict(list)
+    of_rows, productive_s = shapes.of_rows(rows), ledger.productive_s.tolist()
+    for row, shape, is_first, spent in zip(rows, of_rows, firsts(rows), productive_s, strict=True):
         at = bisect_right(begins, row["time"]) - 1
         if not is_first and not (at >= 0 and row["time"] <= slow[at][1]):
-            found[row["world_size"]].append(spent)
+            found[shape].append(spent)
     if not found:
-        for row, spent in zip(rows, ledger.productive_s.tolist(), strict=True):
-            found[row["world_size"]].append(spent)
-    many = {size: each for size, each in found.items() if len(each) >= LEAST} or found
-    measured = {size: middle for size, each in many.items() if (middle := median(each)) > 0}
+        for shape, spent in zip(of_rows, productive_s, strict=True):
+            found[shape].append(spent)
+    many = {shape: each for shape, each in found.items() if len(each) >= LEAST} or found
+    measured = {shape: middle for shape, each in many.items() if (middle := median(each)) > 0}
     parallel, optim = _group(config, "parallel"), _group(config, "optim")
     interleaved = str(parallel.get("schedule") or "").endswith("interleaved")
     per_rank = int(parallel.get("stages_per_rank") or 1) if interleaved else 1
     slices = int(optim.get("num_slices") or max([1, *(row["world_size"] for row in rows)]))
-    return StepTimes(measured, slices, units_of(events, config), per_rank, int(parallel.get("slices_per_pass") or 1))
+    return StepTimes(measured, slices, shapes, per_rank, int(parallel.get("slices_per_pass") or 1))
 
 
 def firsts(rows: Sequence[Row]) -> Iterator[bool]:
@@ -200,12 +237,10 @@ def _asked(rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, An
         yield (jobs[at][1] if at >= 0 else configured) or most
 
 
-def _full_sizes(rows: Sequence[Row], asked: Sequence[int], config: Mapping[str, Any]) -> Iterator[int]:
-    """Of each row's job: the ranks that it asked for, in whole units."""
-    parallel = _group(config, "parallel")
-    unit = int(parallel.get("tp") or 1) * int(parallel.get("cp") or 1)
-    for row, ranks in zip(rows, asked, strict=True):
-        yield max(ranks // unit * unit, row["world_size"])
+def _full_shape(shapes: Shapes, shape: Shape, asked: int) -> Shape:
+    """Of the job whose group this is: the ranks that it asked for, in whole units."""
+    size = max(asked // shape.width * shape.width, shape.size)
+    return shape if size == shape.size else shapes.of(size, shape.width)
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

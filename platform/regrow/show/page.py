@@ -21,7 +21,7 @@ from regrow.record.events import Generation, Spares, Submitted, cause_words, sta
 from regrow.record.history import History
 from regrow.record.ledger import SILENCE_S, STATES, Ledger, on_one_clock
 from regrow.record.status import whole_checkpoints
-from regrow.record.work import units_of
+from regrow.record.work import shapes_of
 from regrow.show.timeline import draw_timeline, marks_of
 from regrow.show.units import duration, or_dash, percent, si, size, when
 
@@ -460,10 +460,10 @@ def _geometry(config: Mapping[str, Any], history: History) -> Section:
         f"in {num_slices:,} slices."
     ]
     sizes = {row["world_size"] for row in history.rows} | {cluster.get("min_workers"), cluster.get("max_workers")}
-    rows, units = [], units_of(history.events, config)
+    rows, shapes = [], shapes_of(history.events, config)
     for world_size in sorted(each for each in sizes if each):
         try:
-            plan = plan_batch(num_slices=num_slices, world_size=units.count(world_size))
+            plan = plan_batch(num_slices=num_slices, world_size=shapes.of(world_size).units)
         except BatchError:
             continue
         fewest, most = min(map(len, plan.ranges)), max(map(len, plan.ranges))

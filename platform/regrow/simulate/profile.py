@@ -203,8 +203,10 @@ class Profile:
         self.days += (run.ledger.end - run.ledger.begin) / DAY
         self.node_days += node_seconds(run) / DAY
         times = step_times(run.ledger, run.rows, run.history.events, run.config)
-        for size, seconds in times.measured.items():
-            before, now = self.rows[size], sum(row["world_size"] == size for row in run.rows)
+        counts = Counter(times.shapes.of_rows(run.rows))
+        for shape, seconds in times.measured.items():
+            size, now = shape.size, counts[shape]
+            before = self.rows[size]
             known = self.usual_s.get(size, seconds)
             self.usual_s[size] = (known * before + seconds * now) / (before + now)  # of several runs: by their steps
             self.rows[size] += now
