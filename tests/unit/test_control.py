@@ -282,6 +282,23 @@ def test_a_run_that_waits_for_workers_says_what_it_waits_for() -> None:
     assert note["text"].endswith("; Ray starts none on nodes that drain: b")
 
 
+def test_a_run_whose_smallest_group_is_larger_than_cluster_min_workers_says_both() -> None:
+    """Three are no whole units of two ranks."""
+    told = Told(min_workers=3, parallel=ParallelConfig(cp=2), wait_for_workers_s=60.0)
+    members = [one(number, node) for number, node in enumerate("abcd")]
+    told.form(*members)
+    told.begin("abcd")
+    told(e.Died((("d", 3),), 3, "worker_died", "gone"))
+    told.join(*members[:3])
+    for _ in range(7):
+        told.now += 10.0
+        told()
+    (note,) = told.records("note")
+    assert note["text"].startswith("3 of 4 (the smallest group with cluster.min_workers=3) workers are left: ")
+    assert isinstance(told.control.ending, GivenUp)
+    assert "fewer than 4 (the smallest group with cluster.min_workers=3) for 60 s" in told.control.ending.message
+
+
 def test_a_process_that_dies_at_the_start_leaves_those_that_start_with_it() -> None:
     told = Told(min_workers=2)
     told.join(one(1), expected=3)

@@ -10,6 +10,7 @@ import pytest
 from jobs import drain
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from regrow.config.schema import ParallelConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.drains import Maintenance, NodeState
@@ -130,8 +131,8 @@ def test_the_next_node_waits_until_no_more_workers_can_come_and_one_too_many_is_
     with pytest.raises(DrainError) as refused:
         rolling.drain(nodes)
     assert str(refused.value) == (
-        f"node {nodes[1].id} has 1 of the 2 workers that are there; without it 1 are left, and cluster.min_workers=2: "
-        "let others come first"
+        f"node {nodes[1].id} has 1 of the 2 workers that are there; without it 1 are left, and a group "
+        "takes cluster.min_workers=2: let others come first"
     )
     assert asked.words() == ["asked", "out", "short"]
     assert world.now - begun > 10.0
@@ -285,6 +286,14 @@ def test_what_cannot_be_drained_is_refused_and_nothing_changes(options: dict[str
     assert str(told(e.DrainAsked(node))).startswith(why)
     assert told.control.excluded_nodes(told.now) == set()
     assert told.records("drain") == []
+
+
+def test_where_the_smallest_group_is_larger_than_cluster_min_workers_a_refusal_says_both() -> None:
+    told = Told(min_workers=3, parallel=ParallelConfig(cp=2))
+    told.form(*(one(number, node) for number, node in enumerate("abcd")))
+    told.begin("abcd")
+    said = told(e.DrainAsked("a"))
+    assert "without it 3 are left, and a group takes 4 (the smallest group with cluster.min_workers=3): " in said
 
 
 def test_a_run_that_ends_drains_no_more() -> None:

@@ -471,7 +471,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         snapshots.keepers,
         out,
         in_place=cluster.in_place,
-        too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
+        too_few=TooFew(min(sizes), cluster.min_workers, cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
         first_steps=first_steps,
         last_failure=past.last_failure,

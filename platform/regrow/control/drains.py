@@ -144,11 +144,11 @@ class Drains:
         away = group.nodes.excluded(now) | {node}
         if group.membership.could_form_without(away):
             return ""
-        staying, least = sum(member.node not in away for member in members), min(group.membership.sizes)
+        staying = sum(member.node not in away for member in members)
         together = f", in units of {group.membership.unit} on a node" if group.membership.unit > 1 else ""
         return (
             f"node {node[:12]} has {here} of the {len(members)} workers that are there; without it {staying} are left"
-            f"{together}, and cluster.min_workers={least}: let others come first"
+            f"{together}, and a group takes {group.too_few.smallest}: let others come first"
         )
 
     def _is_out(self, node: str) -> bool:

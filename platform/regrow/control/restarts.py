@@ -60,7 +60,7 @@ class Restarts:
         else:
             where = ", ".join(f"{count} on node {node[:12]}" for node, count in sorted(per_node.items()))
             text = f"Ray Train has started {where}; parallel.tp={unit} takes as many of a node at a time"
-            group.out.record("note", text=f"{text}, and only {usable} of cluster.min_workers={group.too_few.least} fit")
+            group.out.record("note", text=f"{text}, and only {usable} of {group.too_few.smallest} fit")
 
     def _all_ended(self, now: float) -> None:
         group = self._group

@@ -15,7 +15,8 @@ RESTART_S = 60.0  # that Ray Train may take to start a group, before it is said 
 class TooFew:
     """How long that has been so, and for how long it may."""
 
-    least: int  # workers
+    least: int  # workers, of the smallest group
+    min_workers: int  # `cluster.min_workers`, which may be no whole units
     patience_s: float  # `cluster.wait_for_workers_s`
     out: Outbox
     since: float | None = None  # None: there are enough, or there was no group yet
@@ -33,11 +34,17 @@ class TooFew:
         self.since, self._restarts = now if self.since is None else self.since, True
 
     @property
+    def smallest(self) -> str:
+        """How many workers `least` is, and by which setting."""
+        setting = f"cluster.min_workers={self.min_workers}"
+        return setting if self.least == self.min_workers else f"{self.least} (the smallest group with {setting})"
+
+    @property
     def reason(self) -> str:
         """Why the run stands still."""
         if self._restarts:
-            return "Ray Train has not started a group of cluster.min_workers yet"
-        return "a third unit is waited for" if self.open_question else "fewer workers are left than cluster.min_workers"
+            return f"Ray Train has not started a group of {self.smallest} or more yet"
+        return "a third unit is waited for" if self.open_question else f"fewer workers are left than {self.smallest}"
 
     def enough(self) -> None:
         """Processes are there for a group, or it forms."""
@@ -56,15 +63,15 @@ class TooFew:
             nodes = ", ".join(sorted(node[:12] for node in draining))
             waits = f"the run waits for others, up to {self.patience_s:.0f} s"
             drain = f"; Ray starts none on nodes that drain: {nodes}" if nodes else ""
-            few = f"{left()} of cluster.min_workers={self.least} workers are left"
+            few = f"{left()} of {self.smallest} workers are left"
             if self._restarts:
-                few = f"no group of cluster.min_workers={self.least} or more was started for {RESTART_S:.0f} s"
+                few = f"no group of {self.smallest} or more was started for {RESTART_S:.0f} s"
             self.out.record("note", text=f"{self.open_question or few}: {waits}{drain}")
         if now - self.since <= self.patience_s:
             return ""
         if self.open_question:
             return f"{self.open_question}, and no third came within {self.patience_s:.0f} s: {A_THIRD}"
         return (
-            f"fewer than cluster.min_workers={self.least} for {self.patience_s:.0f} s; start nodes and run the same "
+            f"fewer than {self.smallest} for {self.patience_s:.0f} s; start nodes and run the same "
             "command again, or let it wait longer with cluster.wait_for_workers_s"
         )
