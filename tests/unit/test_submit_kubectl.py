@@ -351,6 +351,42 @@ def test_stop_of_a_job_between_two_attempts_deletes_it_and_does_not_say_that_it_
     assert "RayJob llama8b is not training now, and is deleted" in capfd.readouterr().err
 
 
+AGAIN = RUNNING | {"jobId": "llama8b-x2", "startTime": "2026-01-01T01:00:00Z"}
+SAME_ID = {"startTime": "2026-01-01T00:00:00Z", "rayJobInfo": {"startTime": "2026-01-01T00:01:00Z"}}
+SUSPENDED = [{"jobDeploymentStatus": "Suspending", "jobStatus": "RUNNING"}, {"jobDeploymentStatus": "Suspended"}]
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked"),
+    [
+        ([RUNNING, *SUSPENDED], ["llama8b-x1"]),
+        ([RUNNING, {"jobDeploymentStatus": "Retrying", "failed": 1}], ["llama8b-x1"]),
+        ([RUNNING, {"jobDeploymentStatus": "Initializing", "jobId": "llama8b-x2"}], ["llama8b-x1"]),
+        ([RUNNING, AGAIN, AGAIN, STOPPED], ["llama8b-x1", "llama8b-x2"]),
+        (  # another head knows no job, and the submitter has submitted it again
+            [RUNNING, RUNNING | SAME_ID, RUNNING | SAME_ID | {"rayJobInfo": {"startTime": "2026-01-01T02:00:00Z"}}, STOPPED],
+            ["llama8b-x1", "llama8b-x1"],
+        ),
+        ([RUNNING, RUNNING | SAME_ID, STOPPED], ["llama8b-x1"]),  # nothing new but what is known of it
+    ],
+)
+def test_a_job_that_begins_anew_while_stop_waits_does_not_train_on(
+    cluster: Cluster, steps: list[Any], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a job that Kueue admitted again, or whose head had died, trained on, and nothing said so."""
+    monkeypatch.setattr(kuberay, "POLL_S", 0.01)
+    cluster.has_head()
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")
+    cluster.has_job(steps[0], *steps, {"do": ["vanish"]})
+    if steps[-1] is STOPPED:
+        assert act("stop") == 0
+    else:
+        with pytest.raises(kuberay.LostSight, match="was about to begin anew, and is deleted, and whether its newest"):
+            act("stop")
+    assert [call["arguments"][-1] for call in cluster.calls if "exec" in call["arguments"]] == asked
+    assert ("delete rayjobs.ray.io" in cluster.verbs) is (steps[-1] is not STOPPED)
+
+
 @pytest.mark.parametrize(("line", "status"), [(FAREWELL, 0), (LOST_RUN, 1)])
 def test_a_job_that_ends_well_as_another_has_its_run_has_not_succeeded(
     line: str, status: int, cluster: Cluster, capfd: pytest.CaptureFixture[str]

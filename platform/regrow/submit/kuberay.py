@@ -25,6 +25,7 @@ DASHBOARD = "http://127.0.0.1:8265"  # from the head pod
 POLL_S = 2.0
 REASONS_S = 5.0  # between looks at events
 ENDED = ("Complete", "Failed", "ValidationFailed")  # jobDeploymentStatus
+ANEW = ("Initializing", "Retrying", "Suspended")  # of a job that had begun: it will again
 TRAINS = ("PENDING", "RUNNING")  # jobStatus: Ray's job has not ended
 ENDS = ("SUCCEEDED", "STOPPED")  # jobStatus: the submitter has yet to say so; after FAILED KubeRay may try again
 UNSEEN_BY_KUBERAY = "JobStatusCheckTimeoutExceeded"  # reason: the head did not answer for too long
@@ -160,45 +161,38 @@ class KubeRay:
             return 0
         if status.get("jobStatus") in ENDS and not deleting:
             self.waiting.say(f"RayJob {self.name} ends already: it is {_state_line(status)}")
-            return self._until_ended(wait_s + STOPPING_S) if wait_s else 0
+            return _until_ended(self, status, wait_s) if wait_s else 0
         if not trains:
-            if not deleting:
-                self.kubectl.delete(KIND, self.name)
-            self.waiting.say(f"RayJob {self.name} {'is being' if deleting else 'is not training now, and is'} deleted")
-            if wait_s:
-                self._until_gone(job, "nothing more has to be done: it goes by itself")
+            self.delete(job, wait=bool(wait_s))
             return 0
         if head is None:
             raise ClusterError(
                 f"RayJob {self.name} runs, but its cluster {status.get('rayClusterName')} has no head pod; try again"
             )
-        self.waiting.on("Ray to be told")
-        command = ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, str(ray)]
-        self.kubectl.exec(head, "ray-head", command)
-        self.waiting.say(f"asked {ray} to end after its step, with a checkpoint")
+        self.ask(head, status)
         if not wait_s:
             return 0
         try:
-            return _until_driver_ends(self, status, wait_s) if over else self._until_ended(wait_s + STOPPING_S)
+            return _until_driver_ends(self, status, wait_s) if over else _until_ended(self, status, wait_s)
         except KeyboardInterrupt:
             self.waiting.say(f"no longer waiting; {ray} was asked to end and does so by itself (submit.action=status)")
             raise
 
-    def _until_ended(self, wait_s: float) -> int:
-        give_up_at = time.monotonic() + wait_s
-        while time.monotonic() < give_up_at:
-            job = self.look("what was asked of Ray is done all the same")
-            status = (job or {}).get("status") or {}
-            if job is None:
-                raise LostSight(f"RayJob {self.name} was deleted meanwhile, {UNKNOWN}")
-            if status.get("jobDeploymentStatus") in ENDED:
-                self.waiting.say(_state_line(status))
-                ended = _ended(self, status)
-                self.waiting.say(f"RayJob {self.name} has ended; submit.action=apply goes on with the run")
-                return ended
-            self.waiting.on(f"the checkpoint of RayJob {self.name}, which is {_state_line(status)}")
-            time.sleep(POLL_S)
-        raise ClusterError(f"RayJob {self.name} has not ended for {wait_s:g} s; see submit.action=logs")
+    def ask(self, head: str, status: Object) -> None:
+        """Have Ray end its job."""
+        self.waiting.on("Ray to be told")
+        command = ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, str(status.get("jobId"))]
+        self.kubectl.exec(head, "ray-head", command)
+        self.waiting.say(f"asked {status.get('jobId')} to end after its step, with a checkpoint")
+
+    def delete(self, job: Object, *, wait: bool) -> None:
+        """Of a job that does not train."""
+        deleting = job["metadata"].get("deletionTimestamp")
+        if not deleting:
+            self.kubectl.delete(KIND, self.name)
+        self.waiting.say(f"RayJob {self.name} {'is being' if deleting else 'is not training now, and is'} deleted")
+        if wait:
+            self._until_gone(job, "nothing more has to be done: it goes by itself")
 
     def _make_anew(self, manifest: Manifest) -> None:
         """Make what the job needs. What is there is of a job before it, and goes after that, sooner or later."""
@@ -355,6 +349,31 @@ def _ended(job: KubeRay, status: Object) -> int:
     return _as_its_log_says(job) if status.get("jobStatus") == "STOPPED" else 1
 
 
+def _until_ended(job: KubeRay, asked: Object, wait_s: float) -> int:
+    """Wait for the end of a job that had this status as it was asked to; ask again where it begins anew."""
+    give_up_at = time.monotonic() + wait_s + STOPPING_S
+    while time.monotonic() < give_up_at:
+        found = job.look("what was asked of Ray is done all the same")
+        status = (found or {}).get("status") or {}
+        if found is None:
+            raise LostSight(f"RayJob {job.name} was deleted meanwhile, {UNKNOWN}")
+        if status.get("jobDeploymentStatus") in ENDED:
+            job.waiting.say(_state_line(status))
+            ended = _ended(job, status)
+            job.waiting.say(f"RayJob {job.name} has ended; submit.action=apply goes on with the run")
+            return ended
+        if status.get("jobDeploymentStatus") in ANEW:
+            job.delete(found, wait=True)
+            raise LostSight(f"RayJob {job.name} was about to begin anew, and is deleted, {UNKNOWN}")
+        if _trains(found) and _is_another(status, asked) and (head := head_of(job.kubectl, status)) is not None:
+            job.ask(head, status)
+            give_up_at = time.monotonic() + wait_s + STOPPING_S
+        asked = asked | status  # what was not known of it may be by now
+        job.waiting.on(f"the checkpoint of RayJob {job.name}, which is {_state_line(status)}")
+        time.sleep(POLL_S)
+    raise ClusterError(f"RayJob {job.name} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=logs")
+
+
 def _until_driver_ends(job: KubeRay, status: Object, wait_s: float) -> int:
     """Wait for the driver of a job that is over to KubeRay, whose states say no more: by the pod that follows its log
     and ends with it. As `KubeRay.stop`."""
@@ -493,6 +512,18 @@ def _trains(job: Object) -> bool:
     status = job.get("status") or {}
     is_kept = not job["metadata"].get("deletionTimestamp")
     return bool(status.get("jobId")) and is_kept and status.get("jobStatus") in TRAINS
+
+
+def _is_another(status: Object, asked: Object) -> bool:
+    """Whether Ray's job is not the one that had this status: KubeRay's next one, or, as another head knew none, the
+    submitter's, of the same id."""
+
+    def begun(of: Object) -> tuple[Any, ...]:
+        return of.get("jobId"), of.get("startTime"), (of.get("rayJobInfo") or {}).get("startTime")
+
+    return any(
+        now != before and None not in (now, before) for now, before in zip(begun(status), begun(asked), strict=True)
+    )
 
 
 def _check_is_over(kubectl: Kubectl, job: Object) -> None:
