@@ -383,6 +383,25 @@ def test_a_profile_that_cannot_be_written_is_told_and_training_goes_on(tmp_path:
     assert is_over
 
 
+def noted_where_training_begins(folder: Path, start_step: int, first_generation: int) -> list[str]:
+    """Notes to the coordinator, of a job that profiles steps 5 to 7 and goes on after `start_step`."""
+    config = PretrainConfig(observe=ObserveConfig(profile_at_step=5))
+    job: Any = SimpleNamespace(config=config, coordinator=(coordinator := Coordinator(LocalStorage(folder))))
+    job.folder, job.run_id, job.first_generation = str(folder), RUN, first_generation
+    process, none = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), None, None), cast(Any, None)
+    place, progress = Coordinates(plan_mesh(1, 1), 0), Progress(start_step)
+    hooks_module.GenerationHooks(process, GENERATION, none, place, none, Breaker(), progress)
+    return [call[3]["text"] for call in coordinator.calls if call[2] == "note"]
+
+
+def test_a_job_that_goes_on_past_the_first_step_of_its_profile_says_that_it_takes_none(tmp_path: Path) -> None:
+    """Before, the setting had no effect, without a word. A later group may go back to before it, or has profiled it."""
+    said = "observe.profile_at_step=5: this job goes on after step 5, and takes no profile"
+    assert run_ranks(noted_where_training_begins, 1, tmp_path, 5, GENERATION) == [[said]]
+    assert run_ranks(noted_where_training_begins, 1, tmp_path, 4, GENERATION) == [[]]
+    assert run_ranks(noted_where_training_begins, 1, tmp_path, 5, GENERATION - 1) == [[]]
+
+
 class Looks:
     """A callback that waits until this process' pulse says what it does."""
 

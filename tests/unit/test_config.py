@@ -470,6 +470,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("checkpoint.keep_every_steps", 300),
         ("checkpoint.keep_every_steps", -200),
         ("observe.profile_at_step", 0),
+        ("observe.profile_at_step", 401),
         ("observe.profile_steps", 0),
         ("observe.peak_tflops", 0.0),
     ],
@@ -507,6 +508,16 @@ def test_moments_in_bfloat16_take_betas_with_which_they_fall(key: str) -> None:
         check_new(config)
     setattr(config.optim, key, 0.99)
     check_new(config)
+
+
+def test_a_profile_is_of_steps_that_the_job_trains() -> None:
+    """Before, of later ones none was taken, and nothing said so."""
+    config = PretrainConfig()
+    config.train.stop_at_step, config.observe.profile_at_step = 30, 30
+    check(config)
+    config.observe.profile_at_step = 31
+    with pytest.raises(ConfigError, match=r"observe.profile_at_step=31 is beyond the last step of this job, 30"):
+        check(config)
 
 
 def test_units_that_verify_each_other_need_a_slot_more() -> None:

@@ -26,6 +26,7 @@ from regrow.errors import BatchError, ConfigError
 from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
 from regrow.plan.mixture import plan_mixture
 from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
+from regrow.progress import last_step
 from regrow.storage import CREDENTIALS
 
 LEAST_CPUS = 1e-4  # Ray rounds to it
@@ -555,7 +556,13 @@ def _observe(config: PretrainConfig) -> None:
     _need(
         peak is None or peak > 0, f"observe.peak_tflops={peak} must be positive, or null for what is known or measured"
     )
+    last = last_step(config.train.steps, config.train.stop_at_step)
     _need(at is None or at >= 1, f"observe.profile_at_step={at} must be at least 1, or null for no profile")
+    _need(
+        at is None or at <= last,
+        f"observe.profile_at_step={at} is beyond the last step of this job, {last}: set it to one that it trains, or "
+        "null for no profile",
+    )
     _need(1 <= steps <= 100, f"observe.profile_steps={steps} must be 1 to 100: a step's trace takes megabytes")
 
 

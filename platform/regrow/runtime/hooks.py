@@ -62,6 +62,11 @@ class GenerationHooks:
         self._compiled = compiled
         self.every_steps = 0  # between snapshots, as the coordinator says; 0: it has not
         self.window = _profile_window(process) if self._rank == 0 else None
+        is_late = self.window is not None and progress.step >= self.window.steps.start
+        if is_late and generation == process.job.first_generation:
+            asked = f"observe.profile_at_step={process.job.config.observe.profile_at_step}"
+            text = f"{asked}: this job goes on after step {progress.step}, and takes no profile"
+            self._event("note", {"text": text})
 
     def step_done(self, row: Mapping[str, float]) -> None:
         with self.phase(Phase.callback):
