@@ -145,6 +145,11 @@ def test_raylets_that_share_a_machine_are_counted_each_by_itself() -> None:
     told.form(*(on_host(pid, node, "laptop") for pid, node in enumerate("abc")))
     told(e.Died((("c", 2),), 2, "worker_died", "gone"))
     assert told.control.excluded_nodes(told.now) == {"c"}
+    told.form(on_host(0, "a", "laptop"), on_host(1, "b", "laptop"))
+    told.join(on_host(9, "c", "laptop"))
+    assert told.ask("m9").unfit, "it waited there for as long as the quarantine, and none was started elsewhere"
+    told.join(on_host(10, "b", "laptop"))
+    assert not told.ask("m10").unfit
 
 
 def test_a_newcomer_that_is_left_out_for_its_silence_counts_as_a_failure_of_its_host() -> None:

@@ -384,7 +384,7 @@ def test_links_that_are_not_measured_in_time_are_judged_by_the_others_where_thes
 
 
 def three_nodes(told: Told) -> list[Member]:
-    members = [one(rank, f"node {rank}") for rank in range(3)]
+    members = [replace(one(rank, f"node {rank}"), machine=f"host {rank}") for rank in range(3)]
     told.form(*members)
     told.begin([member.node for member in members])
     return members
@@ -407,6 +407,11 @@ def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_w
         answer = told.ask("m0", 1)
         assert answer.formation is not None
         assert {member.node for member in answer.formation.members} == {"node 0", "node 2", "spare 1"}
+        assert told.records("failure") == []
+        assert not told.ask("m1", 1).unfit
+        told.begin(["node 0", "node 2", "spare 1"], told.control.next_step - 1)
+        told()
+        assert told.ask("m1", 1).unfit, "to be started elsewhere, where there is room"
 
 
 def test_no_node_is_left_for_being_slow_where_that_is_switched_off() -> None:

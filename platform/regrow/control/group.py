@@ -91,7 +91,8 @@ class Group(Losses):
         quarantined, exclusions = self.nodes.exclusions.quarantined(now), self.nodes.exclusions
         names = member.node, member.machine  # its host's failures are counted by either
         is_quarantined, is_corrupt = (not each.isdisjoint(names) for each in (quarantined, exclusions.corrupt))
-        is_refused = is_corrupt or (is_quarantined and not self.too_few.yields(now))
+        is_in = self.formation is not None and self.formation.rank_of(member.id) is not None  # its host is slow
+        is_refused = is_corrupt or (is_quarantined and not is_in and not self.too_few.yields(now))
         if is_refused and self.in_place:
             self.expelled.add(member.id)  # a host that came back as another node: it is started elsewhere
             return

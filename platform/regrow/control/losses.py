@@ -181,7 +181,7 @@ class Losses:
     def tick(self, now: float) -> None:
         self._judge(now)
         if isinstance(self.state, Training):
-            end_drained(self)
+            end_drained(self, now)
         overdue = self.first_steps.overdue(now) if isinstance(self.state, Forming | Training) else frozenset()
         if late := [member for member in self.membership.survivors if member.id in overdue]:
             self.out.extend(kill(member) for member in late)
@@ -285,9 +285,12 @@ def kill(member: Member) -> Kill:
     return Kill(member.node, member.pid, member.started)
 
 
-def end_drained(group: Losses) -> None:
-    """A group trains: what waits on nodes that are out of service ends, and is started elsewhere, given room."""
-    for member in [each for each in group.membership.waiting.values() if each.node in group.nodes.exclusions.asked]:
+def end_drained(group: Losses, now: float) -> None:
+    """A group trains: what waits on nodes that are out of service, or in quarantine, ends, and is started elsewhere,
+    given room."""
+    exclusions, waiting = group.nodes.exclusions, group.membership.waiting.values()
+    barred = exclusions.asked | (set() if group.too_few.yields(now) else exclusions.quarantined(now))
+    for member in [each for each in waiting if not barred.isdisjoint((each.node, each.machine))]:
         group.expelled.add(member.id)
         group.going.add((member.node, member.pid))
         group.membership.turn_away(member.id)
