@@ -152,7 +152,7 @@ def test_a_batch_larger_than_the_corpus_is_refused_before_there_is_a_run(
     )
     # as of a corpus whose rows were estimated, and no other cluster
     monkeypatch.setattr(driver, "check_corpus", lambda config: Outlook(None, 16, 1, 120, "guessed"))
-    monkeypatch.setattr(driver, "cluster_for", lambda config, unit: nullcontext(Connection("", "")))
+    monkeypatch.setattr(driver, "cluster_for", lambda *_: nullcontext(Connection("", "")))
     with pytest.raises(DataError, match="lower it to at most 100"):
         driver.pretrain(config)
     assert not (tmp_path / "mine").exists()

@@ -13,9 +13,10 @@ from jobs import prepare_data
 from ray._private import ray_constants, services
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
+from regrow.control.membership import ENDS_WITH_JOB
 from regrow.errors import ClusterError
 from regrow.runtime import cluster
-from regrow.runtime.cluster import cluster_for, patient_start, room_for
+from regrow.runtime.cluster import check_room, cluster_for, patient_start, room_for
 
 
 @pytest.mark.parametrize("local_nodes", [0, 2])
@@ -64,7 +65,7 @@ def test_local_nodes_have_room_for_all_workers_in_whole_units(monkeypatch: pytes
     joined = SimpleNamespace(dashboard_url="", address_info={"session_dir": ""})
     monkeypatch.setattr("ray.cluster_utils.Cluster", lambda **options: stand_in)
     monkeypatch.setattr(cluster, "add_local_node", lambda nodes, config, num_workers: asked.append(num_workers))
-    monkeypatch.setattr(cluster, "check_room", lambda config, unit: None)
+    monkeypatch.setattr(cluster, "check_room", lambda *_: None)
     monkeypatch.setattr(cluster.ray, "init", lambda *address, **options: joined)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda *options: None)
     with cluster_for(ClusterConfig(local_nodes=2, max_workers=6), 2):
@@ -161,3 +162,33 @@ def test_room_is_counted_as_ray_counts_it(cpus: int, each: float, room: int, mon
     """4.0 // 0.8 is 4 in floating point."""
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "NodeID": "node", "Resources": {"CPU": float(cpus)}}])
     assert room_for(ClusterConfig(cpus_per_worker=each)) == room
+
+
+@pytest.mark.parametrize("coming", [[0, 0, 8, 8, 16], [0, 8]], ids=["come", "stay away"])
+@pytest.mark.parametrize("is_made_for_it", [True, False])
+def test_a_job_waits_for_the_nodes_of_a_cluster_that_was_made_for_it(
+    coming: list[int], is_made_for_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, what the submitter submits again to a head that was replaced failed at once, and cost a retry of ten."""
+    clock, said, left = [0.0], list[str](), list(coming)
+
+    def nodes() -> list[dict[str, Any]]:
+        gpus = left.pop(0) if len(left) > 1 else left[0]
+        return [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 64.0, "GPU": float(gpus)}}]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(cluster.ray, "nodes", nodes)
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    if is_made_for_it:
+        monkeypatch.setenv(ENDS_WITH_JOB, "1")
+    config = ClusterConfig(address="auto", min_workers=16, max_workers=16, gpus_per_worker=1)
+    if is_made_for_it and coming[-1] == 16:
+        assert check_room(config, tell=said.append) == 16
+    else:
+        with pytest.raises(ClusterError, match="needs 16 GPUs, found"):
+            check_room(config, tell=said.append)
+    waits = "of cluster.min_workers=16 workers: its nodes are still coming, and are waited for up to 900 s"
+    assert said == ([f"the cluster has room for {room} {waits}" for room in (0, 8)] if is_made_for_it else [])
+    assert (clock[0] >= cluster.COMING_S) is (is_made_for_it and coming[-1] == 8)

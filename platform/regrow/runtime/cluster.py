@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,14 @@ from ray._private import ray_constants
 
 from regrow.config.schema import ClusterConfig
 from regrow.config.spares import most_workers
+from regrow.control.membership import ENDS_WITH_JOB
 from regrow.errors import ClusterError, first_line
+from regrow.process_log import say
 from regrow.runtime.head import NotLetIn, answering_head, other_versions
 
 KNOWN_RAY = "2.60."  # whose insides `runtime.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
 START_S, POLL_S = 120.0, 0.1  # for a node of Ray to be up
+COMING_S, LOOK_S = 900.0, 1.0  # for the nodes of a cluster that was made for its job; between looks for them
 WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
 POLLS_PER_S = 500.0  # of workers by Ray Train, all of them together
 
@@ -37,11 +40,11 @@ class Connection:
 
 
 @contextmanager
-def cluster_for(config: ClusterConfig, unit: int = 1) -> Iterator[Connection]:
+def cluster_for(config: ClusterConfig, unit: int = 1, tell: Callable[[str], object] = say) -> Iterator[Connection]:
     """Connect to the cluster that the config names for as long as the context lasts.
 
     What was started here is ended here. Raises ClusterError if it is not there or cannot hold `min_workers`, `unit` of
-    them together.
+    them together; `tell` gets to know where that is waited for.
     """
     nodes = None
     with _own_sigterm():
@@ -52,7 +55,7 @@ def cluster_for(config: ClusterConfig, unit: int = 1) -> Iterator[Connection]:
         else:
             context, nodes = _start_several(config, unit)
     try:
-        check_room(config, unit)
+        check_room(config, unit, tell)
         session_dir = context.address_info["session_dir"]
         is_here = config.address is None
         yield Connection(_dashboard(context.dashboard_url, session_dir if is_here else None), session_dir)
@@ -93,9 +96,22 @@ def worker_resources(config: ClusterConfig) -> dict[str, float]:
     return resources
 
 
-def check_room(config: ClusterConfig, unit: int = 1) -> int:
-    """How many workers the cluster can hold now, `unit` of them together. Raises ClusterError below `min_workers`."""
-    room = room_for(config, unit)
+def check_room(config: ClusterConfig, unit: int = 1, tell: Callable[[str], object] = say) -> int:
+    """How many workers the cluster can hold now, `unit` of them together. Raises ClusterError below `min_workers`.
+
+    A cluster that was made for this job may have a new head, and workers that are made anew: they are waited for.
+    """
+    room, told, begun = room_for(config, unit), -1, time.monotonic()
+    patience_s = min(config.wait_for_workers_s, COMING_S) if config.address and ENDS_WITH_JOB in os.environ else 0.0
+    while room < config.min_workers and time.monotonic() - begun < patience_s:
+        if room != told:
+            tell(
+                f"the cluster has room for {room} of cluster.min_workers={config.min_workers} workers: its nodes are "
+                f"still coming, and are waited for up to {patience_s:.0f} s"
+            )
+        told = room
+        time.sleep(LOOK_S)
+        room = room_for(config, unit)
     if room >= config.min_workers:
         return room
     kind, each = ("GPU", config.gpus_per_worker) if config.gpus_per_worker else ("CPU", config.cpus_per_worker)

@@ -114,7 +114,7 @@ def _pretrain(config: PretrainConfig) -> None:
             # Ray Train takes seconds to import and Ray's own processes to start: both at once
             glue = "regrow.runtime.ray_train" if config.cluster.in_place else "regrow.runtime.trainer"
             threading.Thread(target=importlib.import_module, args=(glue,), name="imports").start()
-        with cluster_for(config.cluster, config.parallel.tp) as connection:
+        with cluster_for(config.cluster, config.parallel.tp, console.message) as connection:
             lines = geometry(config, topologies)
             if config.parallel.float8 is not Float8.none:
                 lines.append(float8_line(config.model, config.parallel.float8.value, config.parallel.tp))
@@ -207,8 +207,8 @@ class Session:
         from regrow.runtime.trainer import build_trainer  # takes seconds, and has begun where Ray is ours
 
         config, generation = self.config, ray.get(self.coordinator.ready.remote()) + 1
-        cluster, unit = config.cluster, config.parallel.tp
-        room = check_room(cluster, unit) if is_first else max(cluster.min_workers, room_for(cluster, unit))
+        cluster, unit, tell = config.cluster, config.parallel.tp, self.console.message
+        room = check_room(cluster, unit, tell) if is_first else max(cluster.min_workers, room_for(cluster, unit))
         return build_trainer(
             replace(self.job, first_generation=generation, fit_at=time.time()),
             num_workers=min(most_workers(cluster), room),
