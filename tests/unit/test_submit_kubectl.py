@@ -364,7 +364,12 @@ SUSPENDED = [{"jobDeploymentStatus": "Suspending", "jobStatus": "RUNNING"}, {"jo
         ([RUNNING, {"jobDeploymentStatus": "Initializing", "jobId": "llama8b-x2"}], ["llama8b-x1"]),
         ([RUNNING, AGAIN, AGAIN, STOPPED], ["llama8b-x1", "llama8b-x2"]),
         (  # another head knows no job, and the submitter has submitted it again
-            [RUNNING, RUNNING | SAME_ID, RUNNING | SAME_ID | {"rayJobInfo": {"startTime": "2026-01-01T02:00:00Z"}}, STOPPED],
+            [
+                RUNNING,
+                RUNNING | SAME_ID,
+                RUNNING | SAME_ID | {"rayJobInfo": {"startTime": "2026-01-01T02:00:00Z"}},
+                STOPPED,
+            ],
             ["llama8b-x1", "llama8b-x1"],
         ),
         ([RUNNING, RUNNING | SAME_ID, STOPPED], ["llama8b-x1"]),  # nothing new but what is known of it
