@@ -9,9 +9,10 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from regrow.config.check import check, check_plan
+from regrow.config.check import check, check_new, check_plan
 from regrow.config.schema import PlanConfig, PlanJobConfig
 from regrow.config.store import run_job
+from regrow.errors import ConfigError
 from regrow.forecast.cost import assumptions
 from regrow.forecast.devices import Device
 from regrow.forecast.estimate import check_float8, forecasts, gpu_of, network_of, share_of_this_machine
@@ -34,10 +35,19 @@ def device_of(config: PlanJobConfig) -> Device:
     return share_of_this_machine(config, config.plan, flops if given is None else flops * config.cluster.max_workers)
 
 
+def _note_of_a_new_run(config: PlanJobConfig) -> None:
+    """No refusal: a plan may be of a run that exists, which goes on."""
+    try:
+        check_new(config)
+    except ConfigError as error:
+        print(f"note: a run that has not begun refuses this: {error}", file=sys.stderr)
+
+
 def main(config: PlanJobConfig, *, as_json: bool) -> None:
     if config.parallel.pp:  # what is refused is refused before this machine is measured
         check(config)
     check_plan(config)
+    _note_of_a_new_run(config)
     device, network = device_of(config), network_of(config, config.plan)
     asked = config
     config, why = settle(asked, device, network)

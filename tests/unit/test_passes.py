@@ -1,6 +1,7 @@
 """Passes as few, and gradients reduced as late, as memory allows, where the configuration leaves both open."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device, find_device
 from regrow.forecast.estimate import USABLE_SHARE, forecast, forecasts
 from regrow.forecast.settle import ROOM_SHARE, settle, settle_passes, settled
+from support.commands import call
 
 ROOT = Path(__file__).parents[2]
 NETWORK = Network(8, 50e9)
@@ -119,6 +121,15 @@ def test_jobs_plan_shows_what_a_run_would_choose():
     command = [sys.executable, "-m", "jobs.plan", "+cluster=h100x64", *EIGHT_SLICES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("by forecast for H100: parallel.slices_per_pass=2 ")
+
+
+def test_what_a_run_that_has_not_begun_refuses_is_noted_beside_its_plan():
+    """Before, without a word: the run was refused. One that has begun so goes on, and may be planned."""
+    done = call("plan", "+cluster=h100x64", "optim.eps=0", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world_sizes"]
+    assert done.stderr.startswith("note: a run that has not begun refuses this: optim.eps=0.0 must be positive")
+    assert call("plan", "+cluster=h100x64", "--json").stderr == ""
 
 
 # stages of a pipeline
