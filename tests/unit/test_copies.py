@@ -217,10 +217,18 @@ def test_a_small_node_plans_for_the_copies_of_the_large_ones_that_it_holds(
     copied = ranks_copied(peers, ranks)
     assert copied["small"] == of_small
     assert min(copied["large"], copied["other"]) == of_large
-    plan = plan_snapshot_memory(
-        rank_bytes=100, most_rank_bytes=100, slots=2, ranks_on_node=1, ranks_copied=copied["small"]
-    )
-    assert plan.at_smallest == plan.of_before == 2 * 100 * (1 + of_small)
+    plan = plan_snapshot_memory(17, {17: 100}, slots=2, ranks_on_node=1, ranks_copied=copied["small"])
+    assert plan.at_most == plan.of_before == 2 * 100 * (1 + of_small)
+
+
+def test_no_group_is_planned_to_hold_files_of_more_ranks_than_it_has() -> None:
+    """A node of eight ranks was to hold eight times the state of a group of one, which is all of it."""
+    plan = plan_snapshot_memory(8, {1: 800, 4: 200, 8: 100}, slots=3, ranks_on_node=8, ranks_copied=0)
+    assert (plan.at_most, plan.of_before) == (3 * 800, 3 * 800)
+    copied = plan_snapshot_memory(12, {8: 150, 12: 100}, slots=3, ranks_on_node=8, ranks_copied=8)
+    assert (copied.at_most, copied.of_before) == (3 * 8 * 150, 3 * 12 * 100)
+    uneven = plan_snapshot_memory(16, {8: 200, 12: 150, 16: 100}, slots=2, ranks_on_node=8, ranks_copied=8)
+    assert (uneven.at_most, uneven.world_size) == (2 * 12 * 150, 12)
 
 
 def test_where_nodes_are_equal_the_placement_is_what_presets_and_submissions_plan_for() -> None:

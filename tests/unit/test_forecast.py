@@ -48,7 +48,7 @@ from regrow.forecast.estimate import (
 from regrow.forecast.footprint import KINDS, Rank, footprint
 from regrow.forecast.settle import settings_of, settle, settled
 from regrow.forecast.text import MOST_ROWS, chosen, spans, to_text
-from regrow.model.size import num_params
+from regrow.model.size import num_params, state_bytes
 from regrow.plan.pipeline import Stages, cut_blocks
 from regrow.simulate.world import inputs_of
 from regrow.train.saver import SAFE_S
@@ -378,6 +378,14 @@ def test_every_world_size_is_forecast_and_the_step_shortens_as_ranks_share_the_s
     assert found[-1].time.step_s < 0.6 * found[0].time.step_s
     assert all(0 < each.mfu < 1 for each in found)
     assert all(each.snapshot_bytes >= found[-1].snapshot_bytes for each in found)
+
+
+@pytest.mark.parametrize("arguments", [["+cluster=h200x8"], ["cluster.min_workers=1", "cluster.max_workers=8"]])
+def test_a_node_that_has_all_ranks_holds_no_more_than_all_of_two_groups(arguments):
+    config = config_of(*arguments, "optim.num_slices=96", "optim.global_batch_seqs=96")
+    held = 2 * config.snapshot.slots * state_bytes(config.model)
+    uneven = 1.01  # rows do not divide evenly
+    assert all(held <= each.snapshot_bytes <= held * uneven for each in forecasts(config, H100, NETWORK))
 
 
 def test_a_model_that_does_not_fit_is_said_not_to_and_the_setting_that_helps_is_named():

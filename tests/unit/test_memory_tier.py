@@ -13,13 +13,14 @@ import pytest
 import ray
 
 from regrow.config.check import topologies
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import ClusterConfig, OptimConfig, PretrainConfig
 from regrow.control import events as e
 from regrow.control.phases import Phase
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
+from regrow.forecast.estimate import rank_bytes
 from regrow.forecast.memory import plan_snapshot_memory
-from regrow.model.size import rank_state_bytes
+from regrow.model.size import state_bytes
 from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import ALONE, Coordinates, plan_mesh
 from regrow.runtime import memory_tier
@@ -50,7 +51,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
     monkeypatch.setattr(memory_tier.ray, "get", lambda reference, timeout: reference.result(timeout))
     monkeypatch.setattr(memory_tier, "start_keeper", lambda *of, **more: keeper)
     monkeypatch.setattr(memory_tier, "CoordinatorClient", lambda handle: coordinator)
-    config = PretrainConfig()
+    config = PretrainConfig(cluster=ClusterConfig(max_workers=16), optim=OptimConfig(num_slices=16))
     job: Any = SimpleNamespace(config=config, topologies=topologies(config), run_id="run", coordinator=None)
     return MemoryTier(job)
 
@@ -189,8 +190,8 @@ def without_room(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch, told: Told, 
     group = [(member.node, member.node) for member in told.control.group.membership.current]
     mesh, config = plan_mesh(len(group), 1), tier.job.config
     need = plan_snapshot_memory(
-        rank_bytes=rank_state_bytes(config.model, config.optim.moments, mesh),
-        most_rank_bytes=tier._most_rank_bytes(),
+        mesh.world_size,
+        rank_bytes(config, tier.job.topologies),
         slots=config.snapshot.slots,
         ranks_on_node=4,
         ranks_copied=copied,
@@ -272,3 +273,18 @@ def test_what_rays_object_store_takes_is_known_of_this_nodes_raylet_alone() -> N
         for of in ([raylet, "--store_socket_name=store", "--object_store_memory=7058327961"], [says])
     ]
     assert [each.strip() for each in found] == ["[7058327961, 0]", "[0, 0]"]
+
+
+def test_a_node_that_holds_all_of_two_groups_is_large_enough(
+    newcomer: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to hold the state of a group of one for each of its sixteen ranks, and was refused."""
+    config, told = newcomer.job.config, list[str]()
+    newcomer.folder = Path("/dev/shm")
+    monkeypatch.setattr(newcomer, "_tell_of_store", lambda *of: None)
+    held = 2 * config.snapshot.slots * state_bytes(config.model)
+    uneven = 1.01  # rows do not divide evenly
+    for room in (held * uneven, held / uneven):
+        monkeypatch.setattr(newcomer, "_room", lambda: room)  # noqa: B023
+        told.append(newcomer._shortage(plan_mesh(16, 1), 16, 0))
+    assert [bool(each) for each in told] == [False, True]

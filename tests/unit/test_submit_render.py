@@ -24,6 +24,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from regrow.config.check import topologies
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, SubmitJobConfig
 from regrow.config.store import pretrain_config, to_dataclass, to_dict
 from regrow.control.membership import ENDS_WITH_JOB
@@ -271,10 +272,12 @@ def test_shared_memory_holds_what_every_world_size_asks_for(case: str) -> None:
     room = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi")) * 2**30
     room -= int(group["rayStartParams"]["object-store-memory"])
     per_node = sizes(config, config.submit).workers
-    for world_size in range(config.cluster.min_workers, config.cluster.max_workers + 1):
+    world_sizes = topologies(config)
+    of_ranks = {each: -(-state_bytes(config.model) // each) for each in world_sizes}
+    for world_size in world_sizes:
         need = plan_snapshot_memory(
-            rank_bytes=-(-state_bytes(config.model) // world_size),
-            most_rank_bytes=-(-state_bytes(config.model) // config.cluster.min_workers),
+            world_size,
+            of_ranks,
             slots=config.snapshot.slots,
             ranks_on_node=min(per_node, world_size),
             ranks_copied=min(per_node, world_size) if ceil(world_size / per_node) > 1 else 0,

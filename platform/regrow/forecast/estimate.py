@@ -5,6 +5,7 @@ Memory is `footprint`'s, time `plan.cost`'s roofline; here the configuration bec
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
@@ -23,7 +24,6 @@ from regrow.model.linears import float8_steps
 from regrow.model.size import (
     flops_per_token,
     moment_bytes,
-    most_state_bytes,
     num_params,
     num_params_of_block,
     rank_state_bytes,
@@ -161,11 +161,7 @@ def forecast(
         time=time,
         usable_bytes=int(device.memory_bytes * USABLE_SHARE),
         snapshot_bytes=snapshot_bytes(
-            config,
-            mesh,
-            ranks_on_node=on_node,
-            ranks_copied=copied,
-            most_rank_bytes=most_rank_bytes(config, table),
+            config, world_size, rank_bytes(config, table), ranks_on_node=on_node, ranks_copied=copied
         ),
         commits=_commits(config, mesh, time, network, copied),
         offloaded_bytes=_offloaded_bytes(rank, on_node) if rank.offloads else 0,
@@ -391,21 +387,17 @@ def _offloaded_bytes(rank: Rank, ranks_on_node: int) -> int:
     return ranks_on_node * num_in_shards(rank) * (2 * FLOAT32 + moment_bytes(rank.moments))
 
 
-def most_rank_bytes(config: PretrainConfig, table: Table) -> int:
-    """The most of the state that a rank of any of these groups holds."""
-    return most_state_bytes(config.model, config.optim.moments, (each.mesh for each in table.values()))
+def rank_bytes(config: PretrainConfig, table: Table) -> dict[int, int]:
+    """By world size, bytes of the state that a rank holds at most."""
+    return {size: rank_state_bytes(config.model, config.optim.moments, each.mesh) for size, each in table.items()}
 
 
 def snapshot_bytes(
-    config: PretrainConfig, mesh: MeshShape, *, ranks_on_node: int, ranks_copied: int, most_rank_bytes: int
+    config: PretrainConfig, world_size: int, rank_bytes: Mapping[int, int], *, ranks_on_node: int, ranks_copied: int
 ) -> int:
-    """The most that snapshots take of a node's memory, in a group of this shape and the smaller ones."""
+    """The most that snapshots take of a node's memory, in a group of this size and those that may come after it."""
     if not takes_snapshots(config.snapshot):
         return 0
     return plan_snapshot_memory(
-        rank_bytes=rank_state_bytes(config.model, config.optim.moments, mesh),
-        most_rank_bytes=most_rank_bytes,
-        slots=config.snapshot.slots,
-        ranks_on_node=ranks_on_node,
-        ranks_copied=ranks_copied,
+        world_size, rank_bytes, slots=config.snapshot.slots, ranks_on_node=ranks_on_node, ranks_copied=ranks_copied
     ).total

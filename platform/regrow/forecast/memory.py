@@ -9,27 +9,30 @@ from dataclasses import dataclass
 class SnapshotMemory:
     """Bytes that one node's keeper holds at most."""
 
-    at_smallest: int  # in a group of the smallest size allowed
+    at_most: int  # in a group of the size that takes most
+    world_size: int  # of that group
     of_before: int  # of the generation before, until the new one has committed a step; then kept for the next one
 
     @property
     def total(self) -> int:
-        return self.at_smallest + self.of_before
+        return self.at_most + self.of_before
 
 
 def plan_snapshot_memory(
-    *, rank_bytes: int, most_rank_bytes: int, slots: int, ranks_on_node: int, ranks_copied: int
+    world_size: int, rank_bytes: Mapping[int, int], *, slots: int, ranks_on_node: int, ranks_copied: int
 ) -> SnapshotMemory:
-    """For a node with so many ranks, and copies of so many of other nodes; the state of a rank takes `rank_bytes` now,
-    and at worst `most_rank_bytes`.
+    """For a node with so many ranks, and copies of so many of other nodes; by each world size that a group may have,
+    this one among them, the bytes of a rank's state.
 
-    Each rank has `slots` slots, and as many copies wherever there is one.
+    Each rank has `slots` slots, and as many copies wherever there is one; no group has files of more ranks than it has.
 
-    >>> plan_snapshot_memory(rank_bytes=300, most_rank_bytes=400, slots=3, ranks_on_node=2, ranks_copied=2)
-    SnapshotMemory(at_smallest=4800, of_before=3600)
+    >>> plan_snapshot_memory(8, {2: 400, 8: 100}, slots=3, ranks_on_node=2, ranks_copied=2)
+    SnapshotMemory(at_most=2400, world_size=2, of_before=1200)
     """
-    files = slots * (ranks_on_node + ranks_copied)
-    return SnapshotMemory(files * most_rank_bytes, files * rank_bytes)
+    files = ranks_on_node + ranks_copied
+    held = {size: slots * min(files, size) * num_bytes for size, num_bytes in rank_bytes.items()}
+    most = max(held, key=held.__getitem__)
+    return SnapshotMemory(held[most], most, held[world_size])
 
 
 def ranks_copied(peers: Mapping[str, Sequence[str]], ranks: Sequence[str]) -> Counter[str]:

@@ -1,6 +1,5 @@
 """How many parameters a model has, what its training state takes, and how much arithmetic a token. Needs no torch."""
 
-from collections.abc import Iterable
 from functools import cache
 from math import prod
 
@@ -97,11 +96,6 @@ def rank_state_bytes(config: ModelConfig, moments: Dtype, mesh: MeshShape) -> in
     ends[0], ends[-1] = (table, outer if config.tied else outer - table) if mesh.pp > 1 else (outer, outer)
     most = max(count * block + end for count, end in zip(counts, ends, strict=True))
     return (PARAMETER_BYTES + moment_bytes(moments)) * most
-
-
-def most_state_bytes(config: ModelConfig, moments: Dtype, meshes: Iterable[MeshShape]) -> int:
-    """The most that a rank of any of them holds."""
-    return max(rank_state_bytes(config, moments, mesh) for mesh in meshes)
 
 
 @cache

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from regrow.control.peers import plan_peers
 from regrow.control.phases import Phase
 from regrow.errors import CheckpointError, first_line
+from regrow.forecast.estimate import rank_bytes
 from regrow.forecast.memory import SnapshotMemory, plan_snapshot_memory, ranks_copied
-from regrow.model.size import most_state_bytes, rank_state_bytes
 from regrow.parallel.stream import Stream
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.runtime.abort import Address, Breaker
@@ -89,10 +89,7 @@ class MemoryTier:
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             info = self._info(self._serving)
             self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
-            most = self._most_rank_bytes()
-            need = plan_snapshot_memory(
-                rank_bytes=most, most_rank_bytes=most, slots=self.config.slots, ranks_on_node=1, ranks_copied=0
-            ).at_smallest
+            need = self.config.slots * max(rank_bytes(self.job.config, self.job.topologies).values())
             if need > (have := self._room()):
                 raise CheckpointError(
                     f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; one rank's "
@@ -288,17 +285,11 @@ class MemoryTier:
             )
             self.coordinator.note("note", {"text": text})
 
-    def _most_rank_bytes(self) -> int:
-        """The most that a rank of any group holds of the state."""
-        meshes = (each.mesh for each in self.job.topologies.values())
-        return most_state_bytes(self.job.config.model, self.job.config.optim.moments, meshes)
-
     def _shortage(self, mesh: MeshShape, ranks_on_node: int, copied: int) -> str:
-        """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
-        config, cluster = self.job.config, self.job.config.cluster
+        """Why this node's memory does not do for a group of any size allowed, and for the one before it; or empty."""
         need = plan_snapshot_memory(
-            rank_bytes=rank_state_bytes(config.model, config.optim.moments, mesh),
-            most_rank_bytes=self._most_rank_bytes(),
+            mesh.world_size,
+            rank_bytes(self.job.config, self.job.topologies),
             slots=self.config.slots,
             ranks_on_node=ranks_on_node,
             ranks_copied=copied,
@@ -308,9 +299,9 @@ class MemoryTier:
             return ""
         return (
             f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; "
-            f"{need.total / 1e9:.2f} GB are needed: {need.at_smallest / 1e9:.2f}, for {ranks_on_node} ranks, copies of "
-            f"{copied} of other nodes and snapshot.slots={self.config.slots} in a group of "
-            f"cluster.min_workers={cluster.min_workers}, and {need.of_before / 1e9:.2f} of the group before it; raise "
+            f"{need.total / 1e9:.2f} GB are needed: {need.at_most / 1e9:.2f}, for {ranks_on_node} ranks, copies of "
+            f"{copied} of other nodes and snapshot.slots={self.config.slots}, of which a group of {need.world_size} "
+            f"workers takes most, and {need.of_before / 1e9:.2f} of the group before it; raise "
             "cluster.min_workers, lower snapshot.slots or snapshot.copies, or give the nodes more memory "
             "(on Kubernetes, a larger memory volume)"
         )

@@ -11,7 +11,7 @@ from regrow.config.ray_health import health_checks
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
 from regrow.config.spares import most_workers
 from regrow.control.membership import ENDS_WITH_JOB, NODE_NAME
-from regrow.forecast.estimate import most_rank_bytes, snapshot_bytes
+from regrow.forecast.estimate import rank_bytes, snapshot_bytes
 from regrow.record.claim import OWNER
 from regrow.storage import local_path
 from regrow.submit.node_labels import CREDENTIALS
@@ -88,12 +88,12 @@ def sizes(config: PretrainConfig, submit: SubmitConfig) -> Sizes:
     most = most_workers(cluster)
     workers = min(submit.workers_per_node, most)
     least_nodes, most_nodes = ceil(cluster.min_workers / workers), ceil(most / workers)
-    table, copies = topologies(config), min(config.snapshot.copies, most_nodes - 1)
-    snapshots, most = 0, most_rank_bytes(config, table)
-    for world_size, topology in table.items():
+    of_ranks, copies = rank_bytes(config, topologies(config)), min(config.snapshot.copies, most_nodes - 1)
+    snapshots = 0
+    for world_size in of_ranks:
         on_node = min(workers, world_size)  # copies are on spare nodes, too
-        here = {"ranks_on_node": on_node, "ranks_copied": on_node * copies, "most_rank_bytes": most}
-        snapshots = max(snapshots, snapshot_bytes(config, topology.mesh, **here))
+        here = {"ranks_on_node": on_node, "ranks_copied": on_node * copies}
+        snapshots = max(snapshots, snapshot_bytes(config, world_size, of_ranks, **here))
     shm = snapshots * HEADERS + (submit.object_store_gb + COMMUNICATION_GB) * 1e9
     shm_gib = ceil((submit.shm_gb * 1e9 if submit.shm_gb is not None else shm) / GIB)
     return Sizes(
