@@ -1,6 +1,7 @@
 """Which unit is the odd one, what is verified, and what becomes of the group and its snapshots."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,25 @@ def test_the_odd_one_is_named_at_once_and_expelled_when_it_is_odd_again() -> Non
     assert [member.node for member in formation.members] == ["a", "b", "d"]
     told.join(one(9, "c"))  # another process of that host is not taken, however few there are
     assert told.ask("m9").unfit
+
+
+def test_two_gpus_of_a_node_that_are_odd_once_each_are_not_expelled_and_one_that_is_twice_is() -> None:
+    """The second one cost its host and all that was not verified, however long after the first."""
+    told = Told(verify_every_steps=10, min_workers=2)
+    told.form(*(replace(one(pid, NODES[pid // 2]), gpu=pid % 2) for pid in range(6)))
+    told.begin(NODES[:3])
+    outcome(told, 10, odd=(2,))
+    outcome(told, 11)
+    outcome(told, 12, odd=(3,))
+    assert told.records("corruption") == []
+    assert isinstance(told.control.state, Training)
+    outcome(told, 20)
+    assert [each["pid"] for each in told.records("cleared")] == [2]
+    outcome(told, 30)
+    assert [each["pid"] for each in told.records("cleared")] == [2, 3]
+    outcome(told, 40, odd=(3,))
+    (corruption,) = told.records("corruption")
+    assert (corruption["ranks"], corruption["nodes"]) == ([3], ["b"])
 
 
 def test_of_a_unit_of_several_nodes_the_one_that_has_the_odd_stage_is_expelled_alone() -> None:

@@ -222,9 +222,9 @@ class Corruptions:
             for member in verification.members_of(parts):
                 detail = f"its {compared} in the verification of step {step}"
                 suspects.wrong(kind, member.node, member.pid, ranks[member.id], now, detail)
-        for node in {each.node for each in self._group.membership.current}:
-            if verification.has_recovered(node, step):
-                suspects.right(node)
+        for member in self._group.membership.current:
+            if verification.has_recovered(member, step):
+                suspects.right(member.node, member.pid)
         alone = {unit * outcome.pp + rank for unit in outcome.alone for rank in range(outcome.pp)}
         for node in {each.node for each in verification.members_of(alone)} - self._told_alone:
             self._told_alone.add(node)

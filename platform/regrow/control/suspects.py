@@ -111,10 +111,10 @@ class Suspects:
         """It came to something else than others, from the same."""
         self._suspect(Suspicion(kind, node, pid, rank, now, 0.0, detail))
 
-    def right(self, node: str) -> None:
+    def right(self, node: str, pid: int) -> None:
         """For long it has come to the same as the others."""
-        for suspicion in list(self.found.values()):
-            if suspicion.node == node and suspicion.kind in (Kind.corrupt, Kind.differing):
+        for kind in (Kind.corrupt, Kind.differing):
+            if (suspicion := self.found.get((kind, node, pid))) is not None:
                 self._clear(suspicion)
 
     def show(self, gpus: Mapping[str, Sequence[GpuReading]], members: Sequence[Member]) -> None:

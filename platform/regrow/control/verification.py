@@ -142,7 +142,7 @@ class Verification:
         self._every_steps, self._last_step = every_steps, last_step
         self._verified_before = verified
         self._passed: dict[str, int] = {}  # by member: up to the state of which step it is taken to compute right
-        self._struck: dict[str, list[int]] = {}  # by node: steps in which one of its parts was the odd one
+        self._struck: dict[tuple[str, int], list[int]] = {}  # by node and GPU: steps in which its part was the odd one
         self._differed: list[int] = []  # steps in which there was no majority
         self._members: tuple[Member, ...] = ()
         self.mesh = MeshShape(1, 1)  # of the newest group
@@ -157,7 +157,8 @@ class Verification:
         unknown = done if self._verified_before is None else self._verified_before
         self._passed = {each.id: min(done, self._passed.get(each.id, unknown)) for each in members}
         self._verified_before = None
-        self._struck = {node: steps for node, steps in self._struck.items() if node in {each.node for each in members}}
+        here = {_device(each) for each in members}
+        self._struck = {device: steps for device, steps in self._struck.items() if device in here}
         self._differed.clear()
         self.limit = None
 
@@ -180,14 +181,14 @@ class Verification:
         for rank, member in enumerate(self._members):
             if self.mesh.unit_of(rank) not in failed:
                 self._passed[member.id] = step - 1
-        for node in {each.node for each in self.members_of(outcome.odd)}:
-            self._struck.setdefault(node, []).append(step)
+        for device in {_device(each) for each in self.members_of(outcome.odd)}:
+            self._struck.setdefault(device, []).append(step)
         if outcome.undecided:
             self._differed.append(step)
         confirmed = [
             part
             for part in outcome.odd
-            if any(len(self._struck[each.node]) >= CONFIRMED for each in self.members_of([part]))
+            if any(len(self._struck[_device(each)]) >= CONFIRMED for each in self.members_of([part]))
         ]
         if confirmed:
             return self._finding(confirmed, is_decided=True)
@@ -200,7 +201,12 @@ class Verification:
         self.limit = min(self._passed[each.id] for each in members)
         return Finding(tuple(parts), members, self.limit, is_decided)
 
-    def has_recovered(self, node: str, step: int) -> bool:
-        """Whether a node that was the odd one has not been for as long as from one verification to the next."""
-        steps = self._struck.get(node)
+    def has_recovered(self, member: Member, step: int) -> bool:
+        """Whether what was the odd one has not been for as long as from one verification to the next."""
+        steps = self._struck.get(_device(member))
         return steps is not None and step - steps[-1] >= self._every_steps
+
+
+def _device(member: Member) -> tuple[str, int]:
+    """Its node and GPU, which it may have had another process on before."""
+    return member.node, member.gpu
