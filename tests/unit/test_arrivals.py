@@ -1,5 +1,7 @@
 """What is told of nodes and failures beyond what is decided: control alone, in virtual time."""
 
+from dataclasses import replace
+
 import pytest
 
 from regrow.control import events as e
@@ -49,6 +51,20 @@ def test_a_failure_says_what_failed_as_far_as_is_known(
     died(told, 2, "b", cause, detail)
     (failure,) = told.records("failure")
     assert (failure["kind"], failure["nodes"], failure["ranks"]) == (kind, ["b"], [1])
+
+
+def test_an_error_of_a_gpu_that_another_run_uses_is_told_and_counts_against_none_of_this_ones_nodes() -> None:
+    """It quarantined the node, and a process' own death there was the GPU's."""
+    told = Told(copies=1, quarantine_failures=1)
+    mine = replace(one(2, "b"), gpu_uuid="GPU-1")
+    told.form(one(1, "a"), mine, one(3, "c"))
+    told.begin("abc")
+    told(e.GpuError("b", "GPU-2", 79, "fallen off the bus"))
+    told(e.GpuError("elsewhere", "GPU-2", 79, "fallen off the bus"))
+    assert len(told.records("gpu_error")) == 2
+    assert told.records("quarantine") == []
+    told(e.GpuError("b", "GPU-1", 79, "fallen off the bus"))
+    assert [each["node"] for each in told.records("quarantine")] == ["b"]
 
 
 def test_a_gpu_error_of_an_earlier_group_explains_no_later_death() -> None:

@@ -40,6 +40,7 @@ class Member:
     machine: str = ""  # the host's name, which outlives its Ray node
     started: int = 0  # of the process, as its kernel counts; 0: not known
     control: int = 0  # the port at which it takes those below it in the tree of small values
+    gpu_uuid: str = ""  # as NVML tells of its errors; empty: not known
 
 
 @dataclass(frozen=True)

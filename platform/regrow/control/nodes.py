@@ -146,9 +146,12 @@ class NodeFailures:
                 self.unfit(Unfit(node, pid, f"it died before it joined: {said}"), now)
 
     def gpu_error(self, event: GpuError, now: float) -> None:
-        """The process that meets it fails by itself, if it does."""
+        """The process that meets it fails by itself, if it does. One of a GPU that no member there has is another
+        run's."""
         self.out.record("gpu_error", node=event.node, gpu=event.gpu, xid=event.xid, meaning=event.meaning)
-        if event.meaning:
+        members = [*self.membership.current, *self.membership.waiting.values()]
+        theirs = {member.gpu_uuid for member in members if member.node == event.node}
+        if event.meaning and (not event.gpu or not theirs.isdisjoint(("", event.gpu))):
             self.with_gpu_errors[event.node] = self.membership.generation
             self.failed(event.node, now, again=False)
 

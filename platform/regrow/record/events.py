@@ -210,7 +210,7 @@ class Forming(Event):
     """A group gets its number; its members join."""
 
     generation: int  # its number
-    members: list[Row] = field(default_factory=list)  # by rank: id node host pid lifeline gpu machine started
+    members: list[Row] = field(default_factory=list)  # by rank: id node host pid lifeline gpu machine started gpu_uuid
     ports: str | None = None  # where they are met in this generation; see `control.past.formed`
 
 

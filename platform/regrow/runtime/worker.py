@@ -126,7 +126,8 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
     """One after another, to the end of the run."""
     job, memory, device, stream = process.job, process.memory, process.device, process.stream
     config, expected, after = job.config, ray.train.get_context().get_world_size(), 0
-    me = replace(me, gpu=number_of(_uuid_of(device)) if device.type == "cuda" else 0)
+    if device.type == "cuda" and (number := number_of(uuid := _uuid_of(device))) is not None:
+        me = replace(me, gpu=number, gpu_uuid=uuid)
     while True:
         joined: Joined | None = None
         breaker, broken, trouble = Breaker(), True, None

@@ -83,11 +83,12 @@ def cpus_near(uuid: str) -> set[int]:
     return set()
 
 
-def number_of(uuid: str) -> int:
-    """A GPU's number among the machine's, in the order of their places on its bus; 0 where that is not known."""
+def number_of(uuid: str) -> int | None:
+    """A GPU's number among the machine's, in the order of their places on its bus; None where that is not known, as of
+    a part of one."""
     with _nvml() as handles:
         uuids = [_uuid(handle) if handle is not None else "" for handle in handles]
-    return uuids.index(uuid) if uuid in uuids else 0
+    return uuids.index(uuid) if uuid in uuids else None
 
 
 def problem(gpu: Gpu, gpus: Sequence[Gpu]) -> str:
