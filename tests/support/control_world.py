@@ -739,7 +739,7 @@ class World:
 
     def _index(self, command: c.PublishIndex) -> e.Event:
         if self._fails(0.05):
-            return e.PublishFailed(command.upload, "storage is away")
+            return e.IndexNotWritten(command.upload, "storage is away")
         return e.IndexWritten(command.upload)
 
     def _commit(self, command: c.PublishCommit, state: int) -> e.Event:
@@ -753,8 +753,10 @@ class World:
         for origin in command.nodes:
             if (command.upload + 10**6 * self.num_coordinators, origin) not in self.parts:
                 raise Broken(f"the index of {command.version} without the part of {origin}")
-        late = self._fails(0.1)  # slow storage
-        self._from_storage(self._index(command), 40.0 if late else 0.2)
+        late, answer = self._fails(0.1), self._index(command)  # slow storage
+        if command.by and isinstance(answer, e.IndexNotWritten):
+            answer = e.IndexNotWritten(command.upload)  # a keeper's, which may have gone dark since
+        self._from_storage(answer, 40.0 if late else 0.2)
 
     def _fails(self, share: float) -> bool:
         """Whether storage does, now."""

@@ -90,7 +90,7 @@ class FiledWorld(World):
 
     def _published(self) -> e.Event:
         (event,) = self.publisher.done()
-        if isinstance(event, e.PublishFailed):
+        if isinstance(event, e.PublishFailed | e.IndexNotWritten):
             self.trouble_at = self.now
         return event
 

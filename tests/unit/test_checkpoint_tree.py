@@ -117,6 +117,34 @@ def test_the_coordinator_puts_together_what_a_keeper_that_is_gone_does_not() -> 
         assert len(told.of(c.PublishIndex)) == 1
 
 
+def test_what_comes_late_of_an_index_that_another_one_has_written_drops_no_checkpoint() -> None:
+    """A dark node's keeper came to its error while COMMIT was written: that was there then, and did not count."""
+    for late in (e.IndexNotWritten(1), e.IndexNotWritten(1, "storage is away"), e.IndexWritten(1)):
+        told = uploading()
+        spoken(told, "a", OF_A)
+        spoken(told, "b", OF_B)
+        (index,) = told.of(c.PublishIndex)
+        told.control.snapshots.gone_dark({index.by}, told.now)
+        told()
+        told(e.IndexWritten(1))
+        told.clear()
+        told(late)
+        assert (told.of(c.PublishIndex), told.of(c.PublishCommit), told.records("checkpoint_failed")) == ([], [], [])
+        told(e.CheckpointCommitted(1, 10, 99))
+        assert [each["step"] for each in told.records("checkpoint")] == [10]
+
+
+def test_an_index_that_the_coordinator_cannot_write_either_is_why_there_is_no_checkpoint() -> None:
+    told = uploading()
+    spoken(told, "a", OF_A)
+    spoken(told, "b", OF_B)
+    told(e.IndexNotWritten(1))
+    assert told.records("checkpoint_failed") == []
+    told(e.IndexNotWritten(1, "storage is away"))
+    (failed,) = told.records("checkpoint_failed")
+    assert (failed["step"], failed["detail"]) == (10, "storage is away")
+
+
 def test_parts_that_no_node_speaks_for_are_read_back_by_their_own_and_then_by_others() -> None:
     told = uploading()
     spoken(told, "a", OF_A)

@@ -69,6 +69,10 @@ class Keeper:
             raise self.error
         return f"{folder.rpartition('/')[2]}/{files[0].name} read by {self.node}"
 
+    def put_together(self, order: Any) -> Any:
+        assert self.error is not None
+        raise self.error
+
     def gpus(self) -> Any:
         if self.error is not None:
             raise self.error
@@ -186,13 +190,24 @@ def test_any_node_reads_back_what_another_one_has_written(tmp_path: Path) -> Non
     assert nodes.fleet.answers() == [e.HasReadBack(3, "b", "step-00000010/b.safetensors read by a")]
 
 
+@pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), OSError(5, "storage is away")])
+def test_an_index_that_a_keeper_does_not_write_is_the_coordinators_whatever_it_was(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.keepers["b"].error = error
+    monkeypatch.setattr(nodes.fleet._publisher, "index_order", lambda command: None)
+    nodes.fleet.publish_index(c.PublishIndex(3, Version(1, 10), ("a",), "b"))
+    assert nodes.fleet.answers() == [e.IndexNotWritten(3)]
+
+
 def test_nodes_that_hold_different_things_make_no_checkpoint(tmp_path: Path) -> None:
     publisher = publisher_in(tmp_path)
     for node in "ab":
         order = publisher.order(c.Write(1, Version(1, 10), node, node, copies=False, describe=node == "a"))
         publisher.written(1, order, Written((), 1, {}, {0: node}, {}))
     publisher.publish_index(c.PublishIndex(1, Version(1, 10), ("a", "b")))
-    assert until(publisher.done) == [e.PublishFailed(1, "node b holds another state than a")]
+    assert until(publisher.done) == [e.IndexNotWritten(1, "node b holds another state than a")]
     publisher.close()
 
 

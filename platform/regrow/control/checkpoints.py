@@ -193,15 +193,14 @@ class Checkpoints:
             found.index_written(now)
 
     def index_not_written(self, event: IndexNotWritten, now: float) -> None:
-        """The keeper that was to put it together is gone."""
+        """Neither by a keeper, which may say so late, nor by the coordinator where it gives the problem."""
         if (found := self._current(event.upload, Stage.INDEX)) is not None:
-            found.index_not_written()
+            self._give_up_for(found.index_not_written(event.problem), now)
 
     def committed(self, event: CheckpointCommitted, now: float) -> None:
         """COMMIT is there. What was written is read back, then retention follows."""
         upload, step = event.upload, event.step
-        current = self._current(upload, Stage.COMMIT)
-        found = current or self._late.pop(upload)
+        found = (current := self._current(upload, Stage.COMMIT)) or self._late.pop(upload)
         if upload in self._withdrawn:
             self._withdrawn.remove(upload)
             if self.upload is None or self.upload.version.step != step:  # which would write over it

@@ -370,9 +370,10 @@ class IndexWritten:
 
 @dataclass(frozen=True)
 class IndexNotWritten:
-    """The keeper that was to do it is gone."""
+    """By the keeper that was to do it; or by the coordinator in its place."""
 
     upload: int
+    problem: str = ""  # the coordinator's
 
 
 @dataclass(frozen=True)
@@ -384,7 +385,7 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True)
 class PublishFailed:
-    """The index or COMMIT of a checkpoint could not be written."""
+    """COMMIT of a checkpoint could not be written."""
 
     upload: int
     problem: str

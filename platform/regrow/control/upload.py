@@ -104,11 +104,14 @@ class Upload:
         self._ask_themselves(speakers)
         return ""
 
-    def index_not_written(self) -> None:
-        """The keeper that was to do it is gone: the coordinator does."""
-        if self._index_by:
+    def index_not_written(self, problem: str = "") -> str:
+        """The keeper that was to do it did not: the coordinator does. `problem`: why that could not, either."""
+        if problem:
+            self.lacked = False
+        elif self._index_by:
             self._index_by = ""
             self._publish_index()
+        return problem
 
     def index_written(self, now: float) -> None:
         self.times.passed(now)

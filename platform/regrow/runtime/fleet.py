@@ -246,13 +246,10 @@ class Fleet:
         """Have a keeper write the metadata file: of 16,384 ranks it is 150 MB."""
 
         def then(answer: "Future[Published]") -> e.Event:
-            if (error := answer.exception()) is None:
-                self._publisher.index_written(command.upload, answer.result())
-                return e.IndexWritten(command.upload)
-            cause = getattr(error, "cause", None) or error
-            if isinstance(cause, ray.exceptions.RayError):
-                return e.IndexNotWritten(command.upload)
-            return e.PublishFailed(command.upload, _problem(error))
+            if answer.exception() is not None:
+                return e.IndexNotWritten(command.upload)  # whatever it was: the coordinator tries itself
+            self._publisher.index_written(command.upload, answer.result())
+            return e.IndexWritten(command.upload)
 
         order = self._publisher.index_order(command)
         self._pending[self._known[command.by][0].put_together(order)] = then

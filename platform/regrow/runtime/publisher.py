@@ -104,7 +104,7 @@ class Publisher:
             try:
                 self.index_written(command.upload, order.carry_out(target, self._fetch))
             except Exception as error:  # of nodes that hold different things; storage raises many kinds
-                return e.PublishFailed(command.upload, first_line(error))
+                return e.IndexNotWritten(command.upload, first_line(error))
             return e.IndexWritten(command.upload)
 
         self._working.append(self.thread.submit(publish))
