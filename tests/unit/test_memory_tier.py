@@ -112,6 +112,20 @@ def test_a_spare_whose_keeper_was_restarted_while_it_waited_tells_where_that_is_
     breaker.left()
 
 
+def test_a_keeper_that_was_restarted_while_the_process_began_is_told_of_where_it_is(
+    newcomer: MemoryTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process compiles for minutes before it looks at its room, and told where the keeper had been before."""
+    told: list[tuple[str, int]] = []
+    register = lambda keeper, info: told.append(info.address)  # noqa: E731
+    monkeypatch.setattr(newcomer, "coordinator", SimpleNamespace(secret=lambda: b"secret", register_keeper=register))
+    info = Future[KeeperInfo]()
+    info.set_result(KeeperInfo(NODE, "rack", str(tmp_path), ("127.0.0.1", 2), Version(), ()))
+    newcomer.keeper = SimpleNamespace(serve=SimpleNamespace(remote=lambda *of: info))
+    newcomer.check_room()
+    assert (told, newcomer.domain) == ([("127.0.0.1", 2)], "rack")
+
+
 FIRST = "node1/a.slot: model/1 fails its checksum"
 
 

@@ -87,6 +87,7 @@ class MemoryTier:
         Waits for the keeper, which watches this rank from here on; one that is gone is for `join` to tell.
         """
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            self._serving = self._serve()  # again: it may have been restarted since this process began
             info = self._info(self._serving)
             self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
             need = self.config.slots * max(rank_bytes(self.job.config, self.job.topologies).values())
