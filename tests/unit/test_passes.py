@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from regrow.config.check import topologies
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import PlanConfig, PretrainConfig
 from regrow.config.store import pretrain_config
 from regrow.errors import RegrowError
 from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device, find_device
-from regrow.forecast.estimate import USABLE_SHARE, forecast, forecasts
+from regrow.forecast.estimate import USABLE_SHARE, forecast, forecasts, network_of, topologies_of_groups
 from regrow.forecast.settle import ROOM_SHARE, settle, settle_passes, settled
 from support.commands import call
 
@@ -173,6 +173,21 @@ def test_stages_that_are_asked_for_stay():
     config, why = settle(asked, gpu("H100"), NETWORK)
     assert (config.parallel.pp, config.parallel.least_pp) == (4, 3)
     assert "parallel.pp" not in why
+
+
+def test_sizes_that_no_group_has_need_not_fit():
+    """No number of stages below 16 was found to fit, for sizes in place of which another one is taken."""
+    asked = ["+cluster=h100x16384", "parallel.least_pp=0"]
+    device, network = gpu("H100"), network_of(pretrain_config(asked), PlanConfig())
+    config, _ = settle(pretrain_config(asked), device, network)
+    assert config.parallel.least_pp < config.parallel.pp == 16
+    assert all(each.fits for each in forecasts(config, device, network))
+    table = topologies(config)
+    assert not all(forecast(config, size, device, network).fits for size in table)
+    # a group that is to tell which of two units computes wrong may have any of them
+    verified, _ = settle(pretrain_config([*asked, "cluster.verify_every_steps=500"]), device, network)
+    assert verified.parallel.least_pp == 16
+    assert set(topologies_of_groups(config, table)) < set(topologies_of_groups(verified, table)) == set(table)
 
 
 def test_without_a_gpu_that_is_known_there_is_no_pipeline_but_one_that_is_asked_for():

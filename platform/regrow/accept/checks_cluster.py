@@ -25,7 +25,7 @@ from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError, RegrowError
-from regrow.forecast.estimate import rank_bytes, snapshot_bytes
+from regrow.forecast.estimate import rank_bytes, snapshot_bytes, topologies_of_groups
 from regrow.forecast.settle import settled
 from regrow.record.log import METRICS, Tail, read_events
 from regrow.storage import Storage, is_remote
@@ -260,7 +260,7 @@ def hosts(report: Report) -> None:
 
 def shm_gib_a_gpu(config: PretrainConfig) -> float:
     """What the snapshots of a run on this cluster take of /dev/shm for each of a node's GPUs, at most 8B's on eight."""
-    sizes = rank_bytes(config, topologies(config))
+    sizes = rank_bytes(config, topologies_of_groups(config, topologies(config)))
     of_a_rank = {"ranks_on_node": 1, "ranks_copied": config.snapshot.copies}
     ranks = [snapshot_bytes(config, each, sizes, **of_a_rank) for each in sizes]
     return min(LEAST_SHM_GIB, max(ranks) / 2**30 / max(1.0, config.cluster.gpus_per_worker))

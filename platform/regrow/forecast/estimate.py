@@ -14,6 +14,7 @@ from regrow.config.check import topologies, topology_of, world_sizes
 from regrow.config.schema import ActivationCheckpoint, Float8, ParallelConfig, PlanConfig, PretrainConfig
 from regrow.config.snapshots import fixed_every_steps, takes_snapshots
 from regrow.config.stages import slowest_share
+from regrow.control.corruption import DECIDING_UNITS
 from regrow.control.spacing import best_every_steps, steps_of_commit
 from regrow.errors import ConfigError
 from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
@@ -120,9 +121,19 @@ class Forecast:
 def forecasts(config: PretrainConfig, device: Device, network: Network) -> list[Forecast]:
     """Of every number of workers from the smallest to the largest: the group that they make, and its spares."""
     table = topologies(config)
-    sizes = world_sizes(config, table)
-    found = {size: forecast(config, size, device, network, table) for size in set(sizes.values())}
+    sizes, of_groups = world_sizes(config, table), topologies_of_groups(config, table)
+    found = {size: forecast(config, size, device, network, of_groups) for size in set(sizes.values())}
     return [replace(found[size], spares=present - size) for present, size in sizes.items()]
+
+
+def topologies_of_groups(config: PretrainConfig, table: Table) -> dict[int, Topology]:
+    """By world size, of all in the table that a group may have: those that are taken, and where results are verified
+    those that can tell which of two units computes wrong.
+    """
+    sizes = set(world_sizes(config, table).values())
+    if config.cluster.verify_every_steps:
+        sizes |= {size for size, each in table.items() if each.mesh.num_units >= DECIDING_UNITS}
+    return {size: each for size, each in table.items() if size in sizes}
 
 
 def forecast(

@@ -13,7 +13,7 @@ from regrow.config.stages import stages_per_rank
 from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device
-from regrow.forecast.estimate import forecast, gpu_of, network_of
+from regrow.forecast.estimate import forecast, gpu_of, network_of, topologies_of_groups
 
 ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: torch reserves 1.1 to 1.2 of what it allocates
 MOST_SIZES = 9  # of the group, that are looked at
@@ -160,7 +160,7 @@ def _fastest_that_fits(config: C, device: Device, network: Network) -> C:
 
 
 def _fits(config: PretrainConfig, room: float, device: Device, network: Network) -> bool:
-    table = topologies(config)
+    table = topologies_of_groups(config, topologies(config))
     sizes = list(table)
     looked_at = {*sizes[:: max(1, len(sizes) // (MOST_SIZES - 2))], sizes[0], sizes[-1]}
     # by stages and replicas, which each rank's state and gradients depend on

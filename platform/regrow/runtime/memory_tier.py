@@ -14,7 +14,7 @@ import torch.distributed as dist
 from regrow.control.peers import plan_peers
 from regrow.control.phases import Phase
 from regrow.errors import CheckpointError, first_line
-from regrow.forecast.estimate import rank_bytes
+from regrow.forecast.estimate import rank_bytes, topologies_of_groups
 from regrow.forecast.memory import SnapshotMemory, plan_snapshot_memory, ranks_copied
 from regrow.parallel.stream import Stream
 from regrow.plan.mesh import Coordinates, MeshShape
@@ -90,7 +90,7 @@ class MemoryTier:
             self._serving = self._serve()  # again: it may have been restarted since this process began
             info = self._info(self._serving)
             self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
-            need = self.config.slots * max(rank_bytes(self.job.config, self.job.topologies).values())
+            need = self.config.slots * max(self._rank_bytes().values())
             if need > (have := self._room()):
                 raise CheckpointError(
                     f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; one rank's "
@@ -286,11 +286,16 @@ class MemoryTier:
             )
             self.coordinator.note("note", {"text": text})
 
+    def _rank_bytes(self, *sizes: int) -> dict[int, int]:
+        """Of the state of a rank, by each world size that a group may have, and by these."""
+        config, table = self.job.config, self.job.topologies
+        return rank_bytes(config, topologies_of_groups(config, table) | {size: table[size] for size in sizes})
+
     def _shortage(self, mesh: MeshShape, ranks_on_node: int, copied: int) -> str:
         """Why this node's memory does not do for a group of any size allowed, and for the one before it; or empty."""
         need = plan_snapshot_memory(
             mesh.world_size,
-            rank_bytes(self.job.config, self.job.topologies),
+            self._rank_bytes(mesh.world_size),
             slots=self.config.slots,
             ranks_on_node=ranks_on_node,
             ranks_copied=copied,

@@ -11,7 +11,7 @@ from regrow.config.ray_health import health_checks
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
 from regrow.config.spares import most_workers
 from regrow.control.membership import ENDS_WITH_JOB, NODE_NAME
-from regrow.forecast.estimate import rank_bytes, snapshot_bytes
+from regrow.forecast.estimate import rank_bytes, snapshot_bytes, topologies_of_groups
 from regrow.record.claim import OWNER
 from regrow.storage import local_path
 from regrow.submit.node_labels import CREDENTIALS
@@ -88,7 +88,8 @@ def sizes(config: PretrainConfig, submit: SubmitConfig) -> Sizes:
     most = most_workers(cluster)
     workers = min(submit.workers_per_node, most)
     least_nodes, most_nodes = ceil(cluster.min_workers / workers), ceil(most / workers)
-    of_ranks, copies = rank_bytes(config, topologies(config)), min(config.snapshot.copies, most_nodes - 1)
+    of_ranks = rank_bytes(config, topologies_of_groups(config, topologies(config)))
+    copies = min(config.snapshot.copies, most_nodes - 1)
     snapshots = 0
     for world_size in of_ranks:
         on_node = min(workers, world_size)  # copies are on spare nodes, too
