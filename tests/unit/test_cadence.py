@@ -20,10 +20,16 @@ def cadence(
     automatic: bool = False,
     mtbf_hours: float = 24.0,
     start_step: int = 0,
+    keep_every_steps: int = 0,
 ) -> Cadence:
     """One that began to train at `start_step`, at second 0."""
     made = Cadence(
-        every_steps=every_steps, every_minutes=every_minutes, automatic=automatic, mtbf_hours=mtbf_hours, now=0.0
+        every_steps=every_steps,
+        every_minutes=every_minutes,
+        automatic=automatic,
+        mtbf_hours=mtbf_hours,
+        now=0.0,
+        keep_every_steps=keep_every_steps,
     )
     made.resumed(start_step, 0.0)
     return made
@@ -37,6 +43,16 @@ def write(made: Cadence, step: int, now: float, *, took_s: float, stall_s: float
     for _ in range(8):
         made.stepped(slower, writing=True)
     made.written(took_s=took_s, stall_s=stall_s)
+
+
+def test_none_is_begun_by_time_that_may_still_be_written_when_one_is_due_that_is_kept_for_good() -> None:
+    """The one of step 96 was, and 100 was never in storage."""
+    made = cadence(every_steps=100, every_minutes=1.0, keep_every_steps=100)
+    write(made, 10, 10.0, took_s=8.0)
+    assert made.due(87, 87.0) == "every 1 minutes"
+    assert made.due(88, 88.0) == "every 1 minutes"
+    assert made.due(89, 89.0) == "", "11 steps of a second are left for what took 8 s, and may take 12"
+    assert made.due(100, 100.0) == "every 100 steps"
 
 
 # Daly's estimate

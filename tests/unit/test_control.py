@@ -1010,6 +1010,50 @@ def test_a_checkpoint_that_takes_too_long_is_given_up_and_says_what_it_waits_for
     assert failed["detail"] == "after 60 s node a writes still; checkpoint.timeout_s allows more"
 
 
+def test_a_checkpoint_that_was_to_be_kept_for_good_and_is_passed_over_is_told_of() -> None:
+    """It was missing from storage for good, without a word."""
+    told = Told(checkpoint=CheckpointConfig(every_steps=5, keep_every_steps=10))
+    told.form(one(1, "a"))
+    told.begin("a")
+    alone = {"a": ()}
+
+    def notes() -> list[str]:
+        return [each["text"] for each in told.records("note") if "for good" in each["text"]]
+
+    told.seal(Version(1, 5), alone)
+    told.seal(Version(1, 10), alone)
+    assert notes() == []
+    told.seal(Version(1, 12), alone)
+    said = "the checkpoint of step {} was to be kept for good, and is not in storage: {}"
+    known = [said.format(10, "that of step 5 was still being written")]
+    assert notes() == known
+    all_written(told, 1, "a")
+    told.seal(Version(1, 20), alone)  # 12 is being written
+    all_written(told, 2, "a")
+    told.seal(Version(1, 22), alone)
+    assert notes() == known, "20 is being written"
+    told(e.WriteFailed(3, "a", "a", "is full"))
+    known.append(said.format(20, "the checkpoint of step 20 was not written: node a is full"))
+    assert notes() == known
+    told.now += RETRY_S + 1.0
+    told.seal(Version(1, 31), alone)
+    known.append(said.format(30, "the checkpoint of step 20 was not written: node a is full"))
+    assert notes() == known
+    all_written(told, 4, "a")
+    told.seal(Version(1, 41), alone)
+    known.append(said.format(40, "its snapshot was not committed in memory"))
+    assert notes() == known
+    told.form(one(1, "a"))
+    told.begin("a", 38)
+    told.now += RETRY_S + 1.0
+    told.seal(Version(2, 39), alone)
+    told.seal(Version(2, 40), alone)
+    all_written(told, 6, "a")
+    told.seal(Version(2, 42), alone)
+    all_written(told, 7, "a")
+    assert notes() == known
+
+
 def test_a_commit_that_arrives_after_the_run_went_back_before_it_is_withdrawn() -> None:
     told = uploading()
     for node in "abc":

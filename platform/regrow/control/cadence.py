@@ -11,6 +11,7 @@ from statistics import median
 KEPT_STEPS = 256  # newest step times that are compared, of each kind
 KEPT_COSTS = 16  # newest checkpoints whose median cost counts
 LEAST_SLOWDOWN = 0.01  # no smaller one can be told from noise, nor is 0 ever true: files, requests, bandwidth
+LONGER = 1.5  # than the newest one, another may take
 FIRST_AFTER_STEPS = 20  # automatic: the first one, to be measured; shows early, too, that storage can be written
 
 
@@ -46,10 +47,18 @@ class Cadence:
     """
 
     def __init__(
-        self, *, every_steps: int | None, every_minutes: float | None, automatic: bool, mtbf_hours: float, now: float
+        self,
+        *,
+        every_steps: int | None,
+        every_minutes: float | None,
+        automatic: bool,
+        mtbf_hours: float,
+        now: float,
+        keep_every_steps: int = 0,
     ) -> None:
         self.every_steps = every_steps
         self.every_minutes = every_minutes
+        self.keep_every_steps = keep_every_steps  # those at multiples of it are kept for good; 0: none
         self.automatic = automatic
         self.mtbf_hours = mtbf_hours  # expected before anything is known; weighs as much as one failure seen
         self._started_at = now
@@ -128,6 +137,8 @@ class Cadence:
             return ""
         if self.every_steps and step // self.every_steps > self._since.step // self.every_steps:
             return f"every {self.every_steps} steps"
+        if self._would_outlast(step):
+            return ""
         elapsed_s = now - self._since.at
         if self.every_minutes is not None and elapsed_s >= self.every_minutes * 60:
             return f"every {self.every_minutes:g} minutes"
@@ -138,3 +149,10 @@ class Cadence:
             first = step - self._since.step >= FIRST_AFTER_STEPS
             return "automatic: the first one, to measure what it costs" if first else ""
         return f"automatic: every {interval_s:.0f} s" if elapsed_s >= interval_s else ""
+
+    def _would_outlast(self, step: int) -> bool:
+        """Whether one of this step may still be being written when one is due that is to be kept for good."""
+        if not self.keep_every_steps or not self._alone_s:
+            return False
+        steps = self.keep_every_steps - step % self.keep_every_steps
+        return LONGER * self._took_s > steps * median(self._alone_s)

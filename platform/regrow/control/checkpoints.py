@@ -23,6 +23,7 @@ from regrow.control.events import (
     WriteFailed,
     Written,
 )
+from regrow.control.milestones import Milestones
 from regrow.control.peers import KeeperRegistry
 from regrow.control.read_back import Committed, ReadBacks, StoredSteps
 from regrow.control.upload import Stage, Upload
@@ -67,6 +68,50 @@ class Failures:
         return f"step {step} is neither committed in memory nor in storage: {problem}" if gone else ""
 
 
+class LastSnapshot:
+    """The workers have left; that of the last step that was trained may yet be committed."""
+
+    def __init__(self, snapshots: CommitTracker) -> None:
+        self.step, self.is_done = NOTHING, False  # whether it is the run's last
+        self._snapshots, self._until = snapshots, NO_TIME
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._until != NO_TIME
+
+    def wait(self, step: int, until: float, *, is_done: bool) -> None:
+        self.step, self.is_done, self._until = step, is_done, until
+
+    def has_come(self, now: float) -> bool:
+        """Whether it has, or will not: once."""
+        if not self.is_awaited or (now < self._until and not self._snapshots.holds(self.step)):
+            return False
+        self._until = NO_TIME
+        return True
+
+
+class LateCommits:
+    """Uploads that were given up when COMMIT was on its way."""
+
+    def __init__(self) -> None:
+        self._uploads: dict[int, Upload] = {}
+        self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
+
+    def add(self, upload: Upload, *, withdraw: bool) -> None:
+        self._uploads[upload.number] = upload
+        self._withdrawn |= {upload.number} if withdraw else set()
+
+    def withdraw_after(self, step: int) -> None:
+        """The run has gone back to this step."""
+        self._withdrawn |= {number for number, late in self._uploads.items() if late.version.step > step}
+
+    def drop(self, number: int) -> tuple[Upload | None, bool]:
+        """It is there, or will not be: the upload, if it is one of these, and whether it must not count."""
+        is_withdrawn = number in self._withdrawn
+        self._withdrawn.discard(number)
+        return self._uploads.pop(number, None), is_withdrawn
+
+
 class Checkpoints:
     """Decides on checkpoints; is told what came of it."""
 
@@ -89,19 +134,17 @@ class Checkpoints:
         self._wanted: Wanted | None = None
         self._secured = NEVER  # the newest version that was asked for because memory may be lost
         self._end_at: float | None = None  # the run ends: nothing is tried any more after that
-        self._arrives_until: float | None = None  # a last snapshot may yet be committed
-        self._last_step, self._is_done = NOTHING, False  # which it is then, and whether it is the run's last
+        self._last, self._late = LastSnapshot(snapshots), LateCommits()
+        self._milestones = Milestones(cadence.keep_every_steps, steps, out)
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
         self._number, self.steps = 0, steps
         self.read_backs = ReadBacks(out, steps, timeout_s=timeout_s, keepers=keepers)
-        self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
-        self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written or read back, or is to be."""
-        return bool(self.upload or self._wanted or self._arrives_until is not None or self.read_backs.busy)
+        return bool(self.upload or self._wanted or self._last.is_awaited or self.read_backs.busy)
 
     @property
     def unstored(self) -> Version | None:
@@ -115,8 +158,8 @@ class Checkpoints:
         self.cadence.resumed(start_step, now)
         self.stored = min(self.stored, start_step)
         self.steps.begin(start_step)
-        self._end_at = self._arrives_until = None
-        self._withdrawn |= {number for number, late in self._late.items() if late.version.step > start_step}
+        self._end_at, self._last = None, LastSnapshot(self._snapshots)
+        self._late.withdraw_after(start_step)
         if self.upload is not None and self.upload.version.step > start_step:
             self._give_up(f"the run went back to step {start_step}", now, withdraw=True)
 
@@ -139,10 +182,10 @@ class Checkpoints:
         if self._end_at is None and not self.is_left:
             self._end_at, self._secured = now + self.timeout_s, NEVER
             if self._keepers.known and not self._snapshots.holds(last_step) and self.stored < last_step:
-                self._last_step, self._is_done = last_step, is_done
                 patience_s = ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S
-                self._arrives_until = now + min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
-        if self._arrives_until is None and self._end_at is not None and now <= self._end_at:
+                until = now + min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
+                self._last.wait(last_step, until, is_done=is_done)
+        if not self._last.is_awaited and self._end_at is not None and now <= self._end_at:
             self.secure("the run ends", now)
 
     def leave_it(self, now: float) -> None:
@@ -154,9 +197,12 @@ class Checkpoints:
     def begin_if_due(self, now: float) -> None:
         """Call it whenever a snapshot was committed."""
         commit = self._snapshots.newest
-        if self.upload is not None or commit is None or self.is_left:
+        if commit is None or self.is_left:
             return
         step = commit.version.step
+        self._milestones.look(step, self.upload, self.failures.of_newest)
+        if self.upload is not None:
+            return
         if self._wanted is not None and step >= self._wanted.step:
             if now - self._failed_at > ASK_AGAIN_S:
                 self._begin(commit, self._wanted.reason, now)
@@ -200,9 +246,10 @@ class Checkpoints:
     def committed(self, event: CheckpointCommitted, now: float) -> None:
         """COMMIT is there. What was written is read back, then retention follows."""
         upload, step = event.upload, event.step
-        found = (current := self._current(upload, Stage.COMMIT)) or self._late.pop(upload)
-        if upload in self._withdrawn:
-            self._withdrawn.remove(upload)
+        current, (late, is_withdrawn) = self._current(upload, Stage.COMMIT), self._late.drop(upload)
+        found = current or late
+        assert found is not None
+        if is_withdrawn:
             if self.upload is None or self.upload.version.step != step:  # which would write over it
                 self._out.append(Withdraw(step))
             return
@@ -226,8 +273,7 @@ class Checkpoints:
         self.read_backs.tick(now)
 
     def publish_failed(self, event: PublishFailed, now: float) -> None:
-        self._late.pop(event.upload, None)
-        self._withdrawn.discard(event.upload)
+        self._late.drop(event.upload)
         if self.upload is not None and self.upload.number == event.upload:
             self._give_up(event.problem, now, failed=True)
 
@@ -242,7 +288,8 @@ class Checkpoints:
         self.read_backs.tick(now)
         late = now - self.timeout_s
         ended = self._end_at is not None and now > self._end_at
-        self._await_last(now)
+        if self._last.has_come(now):
+            self._miss_last(now)
         upload, wanted = self.upload, self._wanted
         if upload is not None and (upload.begun_at < late or ended):
             self._give_up(f"after {self.timeout_s:.0f} s {upload.doing} still; checkpoint.timeout_s allows more", now)
@@ -256,13 +303,11 @@ class Checkpoints:
         elif self._snapshots.holds(wanted.step):
             self.begin_if_due(now)
 
-    def _await_last(self, now: float) -> None:
-        """The workers have left; has their last snapshot come, or will it not?"""
-        if self._arrives_until is None or (now < self._arrives_until and not self._snapshots.holds(self._last_step)):
-            return
-        self._arrives_until, wanted = None, self._wanted
-        step = wanted.step if wanted is not None else self._last_step
-        if (wanted is not None or self._is_done) and not self._snapshots.holds(step):
+    def _miss_last(self, now: float) -> None:
+        """The last snapshot of workers that have left has come, or it will not."""
+        wanted = self._wanted
+        step = wanted.step if wanted is not None else self._last.step
+        if (wanted is not None or self._last.is_done) and not self._snapshots.holds(step):
             self._failed(step, "its snapshot was not committed in time", now)
             self._wanted, self._secured, self._failed_at = None, NEVER, NO_TIME  # the one before is to be stored now
 
@@ -307,8 +352,7 @@ class Checkpoints:
         upload, self.upload = self.upload, None
         assert upload is not None
         if upload.stage is Stage.COMMIT and not failed:
-            self._late[upload.number] = upload
-            self._withdrawn |= {upload.number} if withdraw else set()
+            self._late.add(upload, withdraw=withdraw)
         self.cadence.abandoned()
         self._failed(upload.version.step, problem, now)
         self.begin_if_due(now)

@@ -414,6 +414,7 @@ def _cadence(config: PretrainConfig, now: float) -> Cadence:
         automatic=checkpoint.automatic,
         mtbf_hours=checkpoint.mtbf_hours,
         now=now,
+        keep_every_steps=checkpoint.keep_every_steps,
     )
 
 

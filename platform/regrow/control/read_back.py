@@ -34,6 +34,10 @@ class StoredSteps:
     def newest(self) -> int:
         return max(self._steps, default=NOTHING)
 
+    def has(self, step: int) -> bool:
+        """Whether this step's is there, and not damaged."""
+        return step in self._steps
+
     def add(self, step: int) -> None:
         if step not in self._steps:
             self._steps.append(step)
