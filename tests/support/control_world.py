@@ -799,6 +799,9 @@ class World:
 
         self.after(seconds, arrive)
 
+    def _do_CleanUp(self, command: c.CleanUp) -> None:
+        self._from_storage(e.Deleted("", command.upload), 0.1)
+
     def _do_NoteDamaged(self, command: c.NoteDamaged) -> None:
         self._publish(lambda: self._take_away(command.step))
 

@@ -69,7 +69,7 @@ class FiledWorld(World):
     def _put(self, key: int, command: c.Write, part: Shard) -> None:
         super()._put(key, command, part)
         order = self.publisher.order(command)
-        name = f"{order.token}.safetensors"
+        name = f"g{command.version.generation:06d}-{order.token}.safetensors"
         num_bytes = self.disk.join(step_folder(command.version.step)).write_chunks(
             name, [HEAD, part.state.to_bytes(8, "little")]
         )
@@ -93,6 +93,11 @@ class FiledWorld(World):
         if isinstance(event, e.PublishFailed | e.IndexNotWritten):
             self.trouble_at = self.now
         return event
+
+    def _do_CleanUp(self, command: c.CleanUp) -> None:
+        super()._do_CleanUp(command)
+        self.publisher.clean_up(command)
+        self.publisher.done()
 
     def _do_Withdraw(self, command: c.Withdraw) -> None:
         super()._do_Withdraw(command)

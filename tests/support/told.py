@@ -41,12 +41,16 @@ class Told:
         )
         config.optim.num_slices = max(config.optim.num_slices, config.cluster.max_workers)
         self.now, self.commands = 1000.0, list[c.Command]()
+        self.cleans_up = True  # storage, at once, what failed uploads have left
         self.control = Control(config, is_whole=is_whole, now=self.now, past=past, fan_out=fan_out)
 
     def __call__(self, event: e.Event | None = None) -> Any:
         """Tell it an event, or that time has passed; its reply."""
         found = self.control.on(event, self.now) if event is not None else self.control.tick(self.now)
         self.commands += found
+        for command in found:
+            if isinstance(command, c.CleanUp) and self.cleans_up:
+                self(e.Deleted("", command.upload))
         return next((command.value for command in found if isinstance(command, c.Reply)), None)
 
     def clear(self) -> None:

@@ -11,6 +11,7 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
 from regrow.control.core import DEVICE_PATIENCE_S, Fenced
+from regrow.control.deletions import AWAITED_S
 from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, AT_MOST_S, REFUSED_S, Links
@@ -997,6 +998,31 @@ def test_what_a_node_cannot_write_the_one_with_its_copies_does_and_nodes_that_fa
     told.now += RETRY_S + 1.0
     told.seal(Version(1, 11), {"a": "b", "b": "c", "c": "a"})
     assert [order.version.step for order in told.of(c.Write)][1:] == [11, 11, 11]
+
+
+def test_a_checkpoint_is_tried_again_once_what_the_one_before_has_left_is_deleted() -> None:
+    """What its keepers had written stayed for good: a disk with room for three was full for ever after a failure."""
+    told = uploading("a")
+    told.cleans_up = False
+    told(e.CheckpointWanted(1, 10))
+    told(e.WriteFailed(1, "a", "a", "is full"))
+    assert told.of(c.CleanUp) == [c.CleanUp(1, Version(1, 10))]
+    told.now += ASK_AGAIN_S + 1.0
+    told()
+    assert [order.upload for order in told.of(c.Write)] == [1]
+    told(e.Deleted("step-00000010 was not all deleted", 1))
+    told()
+    assert [order.upload for order in told.of(c.Write)] == [1, 2]
+    assert told.records("note")[-1]["text"] == "step-00000010 was not all deleted"
+    told(e.WriteFailed(2, "a", "a", "is full"))
+    told.now += AWAITED_S + 1.0
+    told()
+    assert [order.upload for order in told.of(c.Write)] == [1, 2, 3], "it is not waited for without end"
+    told(e.Deleted("", 2))
+    told(e.Written(3, "a"))
+    told(e.IndexWritten(3))
+    told(e.PublishFailed(3, "COMMIT may be there"))
+    assert [command.upload for command in told.of(c.CleanUp)] == [1, 2]
 
 
 def test_a_checkpoint_that_takes_too_long_is_given_up_and_says_what_it_waits_for() -> None:

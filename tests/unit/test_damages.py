@@ -5,6 +5,7 @@ often several at once, so that sometimes nothing is left of the newest step, and
 carry nothing (the padding between a slot's spans) may change unnoticed: then the state must be exact.
 """
 
+import errno
 import shutil
 import uuid
 from collections import Counter
@@ -37,6 +38,7 @@ from support.keepers import (
     holders,
     scalars_of,
     snapshot,
+    wait_until,
     write_checkpoint,
 )
 
@@ -291,6 +293,28 @@ def test_that_storage_does_not_give_back_what_was_written_is_seen(
                 data[int(at * (len(data) - 1))] ^= 1
                 step.write_bytes(file.name, bytes(data))
                 read_back(step, file)
+
+
+def test_an_order_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks on a disk that is full for the last one, which waits for the others'."""
+    inner, written = LocalStorage.write_chunks, list[str]()
+
+    def write_chunks(self: LocalStorage, name: str, chunks: Any) -> int:
+        if name.endswith("-3.safetensors"):
+            wait_until(lambda: len(written) == 3)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        num_bytes = inner(self, name, chunks)
+        written.append(name)
+        return num_bytes
+
+    with cluster(tmp_path, 1) as nodes:
+        snapshot(nodes, 3, 4)
+        monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
+        storage = Storage.at(tmp_path / "checkpoints")
+        with pytest.raises(OSError, match="No space left"):
+            write_checkpoint(nodes, storage, 3)
+        assert len(written) == 3
+        assert storage.list(catalog.step_folder(3)) == []
 
 
 def files_below(folder: Path) -> list[Path]:

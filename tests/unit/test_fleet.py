@@ -1,5 +1,6 @@
 """What the coordinator makes of keepers' answers, and of storage's: keepers are objects of this process."""
 
+import json
 import shutil
 import threading
 import time
@@ -20,6 +21,7 @@ from regrow.control import events as e
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.record.claim import Superseded
 from regrow.runtime import fleet
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import KeeperInfo
@@ -27,7 +29,7 @@ from regrow.runtime.publisher import Publisher
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.disk.format import DataFile
 from regrow.state.disk.store import save_one_by_one
-from regrow.state.disk.upload import Written
+from regrow.state.disk.upload import Joined, Published, Written
 from regrow.state.entries import whole_entry
 from regrow.state.memory.held import Held
 from regrow.state.memory.holders import Holders, Holding
@@ -287,6 +289,51 @@ def test_a_checkpoint_that_may_not_have_been_read_back_counts_for_none_of_those_
         publisher.delete(command)
         assert until(publisher.done) == [e.Deleted("")]
         assert committed_steps(folder) == left
+    publisher.close()
+
+
+EARLIER, OWN, LATER, OTHER = "g000001-a.safetensors", "g000003-b.metadata", "g000004-c.safetensors", "part"
+
+
+@pytest.mark.parametrize("beside", ["nothing", "COMMIT", "an upload", "a claim"])
+def test_what_a_checkpoint_that_failed_has_left_is_deleted(tmp_path: Path, beside: str) -> None:
+    """But nothing that a checkpoint may be made of."""
+    folder, publisher = Storage.at(tmp_path), publisher_in(tmp_path)
+    if beside == "a claim":
+        publisher = Publisher(folder, "run", keep=2, flush_log=lambda: None, check=superseded)
+    files = [EARLIER, OWN, LATER, OTHER, *(["COMMIT"] if beside == "COMMIT" else [])]
+    for name in files:
+        (folder / "step-00000010").write_bytes(name, b"")
+    version = Version(3, 10)
+    for number in (1, 2) if beside == "an upload" else (1,):
+        publisher.order(c.Write(number, version, "a", "a", copies=False, describe=True))
+    publisher.clean_up(c.CleanUp(1, version))
+    (done,) = until(publisher.done)
+    assert done.upload == 1
+    assert bool(done.problem) == (beside == "a claim")
+    assert folder.list("step-00000010") == sorted([LATER, OTHER] if beside == "nothing" else files)
+    publisher.close()
+
+
+def superseded() -> None:
+    raise Superseded("another process writes the run")
+
+
+def test_what_is_written_for_a_checkpoint_that_failed_meanwhile_is_deleted(tmp_path: Path) -> None:
+    folder, publisher, version = Storage.at(tmp_path), publisher_in(tmp_path), Version(3, 10)
+    order = publisher.order(c.Write(1, version, "a", "a", copies=False, describe=True))
+    publisher.clean_up(c.CleanUp(1, version))
+    assert until(publisher.done) == [e.Deleted("", 1)]
+    for name in (OWN, EARLIER, LATER, OTHER):
+        (folder / "step-00000010").write_bytes(name, b"")
+
+    def of(name: str) -> Written:
+        return Written((DataFile(name, 9, 1, "0" * 64, content_of("w", "float64", 1, 0)),), 1, {}, {}, {})
+
+    publisher.written(1, order, of(EARLIER))
+    publisher.joined(1, Joined.of({"b": of(LATER)}))
+    publisher.index_written(1, Published(9, json.dumps({"index": OWN}).encode()))
+    until(lambda: not publisher.done() and folder.list("step-00000010") == [OTHER])
     publisher.close()
 
 

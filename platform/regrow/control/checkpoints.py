@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Outbox, Withdraw
 from regrow.control.commits import CommitTracker, SnapshotCommit
+from regrow.control.deletions import Deletions
 from regrow.control.events import (
     CheckpointCommitted,
     CheckpointWanted,
@@ -138,7 +139,7 @@ class Checkpoints:
         self._milestones = Milestones(cadence.keep_every_steps, steps, out)
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
-        self._number, self.steps = 0, steps
+        self._number, self.steps, self.deletions = 0, steps, Deletions(out)
         self.read_backs = ReadBacks(out, steps, timeout_s=timeout_s, keepers=keepers)
 
     @property
@@ -183,8 +184,8 @@ class Checkpoints:
             self._end_at, self._secured = now + self.timeout_s, NEVER
             if self._keepers.known and not self._snapshots.holds(last_step) and self.stored < last_step:
                 patience_s = ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S
-                until = now + min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
-                self._last.wait(last_step, until, is_done=is_done)
+                patience_s = min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
+                self._last.wait(last_step, now + patience_s, is_done=is_done)
         if not self._last.is_awaited and self._end_at is not None and now <= self._end_at:
             self.secure("the run ends", now)
 
@@ -199,9 +200,8 @@ class Checkpoints:
         commit = self._snapshots.newest
         if commit is None or self.is_left:
             return
-        step = commit.version.step
-        self._milestones.look(step, self.upload, self.failures.of_newest)
-        if self.upload is not None:
+        self._milestones.look(step := commit.version.step, self.upload, self.failures.of_newest)
+        if self.upload is not None or self.deletions.is_awaited(now):
             return
         if self._wanted is not None and step >= self._wanted.step:
             if now - self._failed_at > ASK_AGAIN_S:
@@ -351,7 +351,9 @@ class Checkpoints:
         """`failed`: storage said so, and no COMMIT is on its way."""
         upload, self.upload = self.upload, None
         assert upload is not None
-        if upload.stage is Stage.COMMIT and not failed:
+        if upload.stage is not Stage.COMMIT:
+            self.deletions.clean_up(upload, now)
+        elif not failed:
             self._late.add(upload, withdraw=withdraw)
         self.cadence.abandoned()
         self._failed(upload.version.step, problem, now)

@@ -244,6 +244,14 @@ class PublishCommit:
 
 
 @dataclass(frozen=True)
+class CleanUp:
+    """This upload was given up, and no COMMIT of it is on its way: delete what was written for it."""
+
+    upload: int
+    version: Version
+
+
+@dataclass(frozen=True)
 class Withdraw:
     """COMMIT of this step was written after the run had gone back before it: take it away."""
 
@@ -293,6 +301,7 @@ Command = (
     | ReadBackAll
     | PublishIndex
     | PublishCommit
+    | CleanUp
     | Withdraw
     | NoteDamaged
     | Delete

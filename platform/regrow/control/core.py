@@ -369,7 +369,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.IndexNotWritten: checkpoints.index_not_written,
         e.CheckpointCommitted: checkpoints.committed,
         e.PublishFailed: checkpoints.publish_failed,
-        e.Deleted: checkpoints.read_backs.deleted,
+        e.Deleted: checkpoints.deletions.deleted,
         e.DrainAsked: control.drains.ask,
         e.UndrainAsked: control.drains.undo,
         e.StopAsked: group.stop,

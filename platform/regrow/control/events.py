@@ -393,9 +393,10 @@ class PublishFailed:
 
 @dataclass(frozen=True)
 class Deleted:
-    """Old checkpoints were deleted; what went wrong, or empty."""
+    """Old checkpoints were deleted, or what an upload that failed has left; what went wrong, or empty."""
 
     problem: str
+    upload: int = 0  # 0: old checkpoints
 
 
 # a person, by a command

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack, ReadBackAll
-from regrow.control.events import Deleted, HasReadBack, Spoken
+from regrow.control.events import HasReadBack, Spoken
 from regrow.control.peers import KeeperRegistry
 from regrow.control.values import NOTHING
 
@@ -208,10 +208,6 @@ class ReadBacks:
             return
         asked.append(node)
         self._out.append(ReadBack(self._upload, node, origin))
-
-    def deleted(self, event: Deleted, now: float) -> None:
-        if event.problem:
-            self._out.record("note", text=event.problem)
 
     def tick(self, now: float) -> None:
         if self._waiting and now > self._until:

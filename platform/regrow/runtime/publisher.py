@@ -1,12 +1,14 @@
 """A checkpoint's way into storage, but for the parts, which keepers write: index, COMMIT, retention. On a thread."""
 
 import contextlib
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import cast
 
 from regrow.control import events as e
-from regrow.control.commands import Delete, NoteDamaged, PublishCommit, PublishIndex, Write, WriteAll
+from regrow.control.commands import CleanUp, Delete, NoteDamaged, PublishCommit, PublishIndex, Write, WriteAll
 from regrow.control.values import Version
 from regrow.errors import first_line
 from regrow.process_log import say_error
@@ -24,7 +26,9 @@ from regrow.state.disk.upload import (
     WriteOrder,
     Written,
 )
-from regrow.storage import Storage
+from regrow.storage import Storage, in_threads
+
+NAME = re.compile(r"g(\d+)-")  # of a file of a generation
 
 
 class Publisher:
@@ -59,6 +63,7 @@ class Publisher:
         self._apart: list[
             set[int]
         ] = []  # of each deletion: steps that were being written when it was asked for, or since
+        self._given_up: dict[int, int] = {}  # uploads that no COMMIT comes of: the step of each
         self._published: dict[int, Published] = {}  # by upload
         self._working: list[Future[e.Event | None]] = []
 
@@ -73,12 +78,19 @@ class Publisher:
 
     def written(self, number: int, order: WriteOrder, written: Written) -> None:
         """A keeper has carried out an order of this upload."""
-        if number in self._uploads:
+        if number in self._given_up:
+            self._delete_late(order.moment.step, lambda: [file.name for file in written.files])
+        elif number in self._uploads:
             self._uploads[number].done(order, written)
 
     def joined(self, number: int, joined: Joined) -> None:
         """Many have carried out the one for all."""
-        if number in self._uploads:
+        if number in self._given_up:
+            step = self._given_up[number]
+            self._delete_late(
+                step, lambda: [name.decode() for name in self._fetch(joined.files).files["name"].tolist()]
+            )
+        elif number in self._uploads:
             self._uploads[number].joined(joined)
 
     def upload(self, number: int) -> Upload:
@@ -94,7 +106,9 @@ class Publisher:
 
     def index_written(self, number: int, published: Published) -> None:
         """It is there."""
-        if number in self._uploads:
+        if number in self._given_up:
+            self._delete_late(self._given_up[number], lambda: [json.loads(published.commit)["index"]])
+        elif number in self._uploads:
             self._published[number] = published
 
     def publish_index(self, command: PublishIndex) -> None:
@@ -153,6 +167,48 @@ class Publisher:
 
         self._working.append(self.thread.submit(note))
 
+    def clean_up(self, command: CleanUp) -> None:
+        """Delete what was written for an upload that no COMMIT comes of, and what is yet to be."""
+        step = command.version.step
+        self._given_up[command.upload] = step
+
+        def delete() -> e.Event:
+            try:
+                self._check()
+                self._delete_files(step, self._leftovers(command))
+            except (OSError, Superseded) as error:
+                what = f"what was written for the checkpoint of step {step}, which failed, was not all deleted"
+                return e.Deleted(f"{what}: {first_line(error)}", command.upload)
+            return e.Deleted("", command.upload)
+
+        self._working.append(self.deleting.submit(delete))
+
+    def _leftovers(self, command: CleanUp) -> list[str]:
+        """Files of that upload's generation and of earlier ones: none where there is a COMMIT, or another upload of
+        this step may lead to one."""
+        step, generation = command.version.step, command.version.generation
+        names = self._checkpoints.list(step_folder(step))  # before the look: what is begun after it is in none of them
+        others = (each for number, each in list(self._uploads.items()) if number not in self._given_up)
+        if COMMIT in names or any(each.moment.step == step for each in others):
+            return []
+        found = [(name, NAME.match(name)) for name in names]
+        return [name for name, match in found if match is not None and int(match[1]) <= generation]
+
+    def _delete_late(self, step: int, names: Callable[[], Sequence[str]]) -> None:
+        """What a keeper has written for an upload that was given up meanwhile."""
+
+        def delete() -> None:
+            with contextlib.suppress(Exception):  # storage's, or the keeper's that had the names: then retention does
+                self._check()
+                self._delete_files(step, names())
+
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._working.append(self.deleting.submit(delete))
+
+    def _delete_files(self, step: int, names: Sequence[str]) -> None:
+        folder = self._checkpoints / step_folder(step)
+        in_threads(folder.delete, names)
+
     def delete(self, command: Delete) -> None:
         """Delete checkpoints that are more than is kept."""
         earlier = tuple(self._working)  # notes of what is damaged among them
@@ -179,7 +235,7 @@ class Publisher:
             say_error(error)
         events = [event for each in done if each.exception() is None and (event := each.result()) is not None]
         self._stored |= {event.upload for event in events if isinstance(event, e.CheckpointCommitted)}
-        del self._apart[: sum(isinstance(event, e.Deleted) for event in events)]
+        del self._apart[: sum(isinstance(event, e.Deleted) and not event.upload for event in events)]
         return events
 
     def close(self, timeout_s: float | None = None) -> bool:

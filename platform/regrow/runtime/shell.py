@@ -128,6 +128,7 @@ class Shell:
             c.ReadBackAll: self.fleet.read_back_all,
             c.PublishIndex: lambda command: (self.fleet if command.by else self.publisher).publish_index(command),
             c.PublishCommit: self.publisher.publish_commit,
+            c.CleanUp: self.publisher.clean_up,
             c.Withdraw: lambda command: self.publisher.withdraw(command.step),
             c.NoteDamaged: self.publisher.note_damaged,
             c.Delete: self.publisher.delete,

@@ -5,6 +5,7 @@ its memory is damaged, one with its copies does. In a large group an order goes 
 it up, joined on its way (`Joined`). Neither side needs Ray or torch.
 """
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -134,16 +135,29 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
     """What a keeper does: carry out an order from the files in its folder.
 
     Every byte is checked against the checksum it got when it was sealed, beside the writing: no file is complete before
-    all in it is. Raises CheckpointError where the folder does not hold the step whole, bytes are damaged, or ranks keep
-    different numbers; storage's errors are OSErrors.
+    all in it is. An order that fails leaves no file. Raises CheckpointError where the folder does not hold the step
+    whole, bytes are damaged, or ranks keep different numbers; storage's errors are OSErrors.
     """
     mine = [each for each in held if each.moment == order.moment and each.is_of(order.origin, copy=order.copies)]
     if not mine or len(mine) != mine[0].writers:
         raise CheckpointError(
             f"has {len(mine)} of the {mine[0].writers if mine else 'many'} snapshots of step {order.moment.step}"
         )
-    target = Storage.at(order.folder)
+    target, complete = Storage.at(order.folder), list[str]()
+    try:
+        return _write_all(folder, mine, order, target, complete, run_id=run_id)
+    except Exception:
+        target.retry_s = 0.0  # where storage does not answer, others wait for this one to say so
+        for name in complete:  # tried again on a full disk, they would add up
+            with contextlib.suppress(Exception):  # storage raises many kinds
+                target.delete(name)
+        raise
 
+
+def _write_all(
+    folder: Path, mine: Sequence[Held], order: WriteOrder, target: Storage, complete: list[str], *, run_id: str
+) -> Written:
+    """`write_parts` of these; `complete` gets the name of each file that is."""
     begun = time.monotonic()
 
     def write(number: int, each: Held) -> tuple[DataFile | None, SlotHeader, PartTimes]:
@@ -152,6 +166,7 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
             raise CheckpointError(f"{each.file} is not the snapshot of step {order.moment.step} any more")
         name = f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors"
         file, times = _write_file(target, name, snapshot, run_id)
+        complete.append(name)
         return file, snapshot.header, times
 
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
