@@ -2067,6 +2067,33 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of() -> None:
 # keepers
 
 
+def test_keepers_outside_the_group_hear_of_its_first_commit_which_frees_what_they_hold() -> None:
+    """A job at eight nodes was killed, and resumed at two: six held its snapshots until the run ended."""
+    told = Told(fan_out=2)
+    up = [e.KeeperUp(node, node, (node, 1)) for node in "abcdef"]
+    for event in up:
+        told(event)
+    told(e.NodesAlive(frozenset("abcdef")))
+
+    def announced(version: Version) -> set[str]:
+        told.clear()
+        told.seal(version, {"a": "b", "b": "a"})
+        return set(told.of(c.Announce)[-1].nodes)
+
+    told.form(one(1, "a"), one(2, "b"))
+    told(e.Began(1, 0, ("a", "b"), {}))
+    told(e.NodesAlive(frozenset("abcdeg")))
+    assert announced(Version(1, 5)) == set("abcde"), "one of them is dead"
+    assert announced(Version(1, 6)) == set("ab"), "once"
+    told(e.KeeperUp("g", "g", ("g", 1)))  # late
+    assert announced(Version(1, 7)) == set("abg")
+    told.control.snapshots.keeper_up(replace(up[2], restarted=True), told.now)  # with what its folder has
+    assert announced(Version(1, 8)) == set("abc")
+    told.form(one(1, "a"), one(2, "b"))
+    told(e.Began(2, 8, ("a", "b"), {}))
+    assert announced(Version(2, 9)) == set("abcdeg")
+
+
 def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_gone() -> None:
     told = Told()
     told.form(one(1, "a"))
@@ -2076,7 +2103,7 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     told(e.Began(1, 0, ("a",), {}))
     assert told.peers == {"a": ("c",)}  # of another rack
     told.seal(Version(1, 5), {"a": "c"})
-    assert told.of(c.Announce)[-1].nodes == ("a", "c")
+    assert told.of(c.Announce)[-1].nodes == ("a", "c", "b")  # the last once
     told.clear()
     told(e.NodesAlive(frozenset("abc")))
     told(e.Complaint("a", "slow"))

@@ -129,9 +129,12 @@ class KeeperRegistry:
         self._dark: set[str] = set()  # nodes that do not answer
         self._newcomers: dict[str, Peer] = {}  # whose keepers asked for neighbours, in the order of their coming
         self._turn = 0
+        self._needed: frozenset[int] = frozenset()  # generations, of which bystanders were told
+        self._told: set[str] = set()  # bystanders
 
     def up(self, keeper: KeeperUp) -> None:
         self.known[keeper.node] = keeper
+        self._told.discard(keeper.node)
         self._dark.discard(keeper.node)
         self.came(keeper.node)
 
@@ -188,6 +191,18 @@ class KeeperRegistry:
         """The nodes that hear from the coordinator, and tell the others."""
         leaders = islice((node for node in self.peers if node not in self._apart), self._fan_out)
         return (*leaders, *sorted(self._apart), *sorted(self.outside))
+
+    def bystanders(self, needed: frozenset[int]) -> list[str]:
+        """Nodes that the group does not use and that have not heard yet that only these generations' snapshots are
+        needed; they do now. They may hold an earlier group's, for as long as the run lasts."""
+        if not self.peers:  # nothing of the group is committed yet
+            return []
+        if needed != self._needed:
+            self._needed, self._told = needed, set()
+        used = {*self.peers, *self.outside, *self._told}
+        found = [node for node in self.known if node not in used and self.is_there(node)]
+        self._told.update(found)
+        return found
 
     def begin(self, nodes: Sequence[str]) -> None:
         """A generation trains on these nodes. Until all their keepers are known nothing of it is committed."""

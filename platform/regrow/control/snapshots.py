@@ -273,7 +273,8 @@ class Snapshots:
     def _announce(self) -> None:
         newest, pinned, kept = self._announced = self._to_announce
         self._message += 1
-        nodes = tuple(node for node in self.keepers.speakers if node in self.keepers.known)
+        needed = frozenset(each.generation for each in (newest, pinned, *kept) if each != NEVER)
+        nodes = self.keepers.known_of((*self.keepers.speakers, *self.keepers.bystanders(needed)))
         if nodes:
             self._out.append(Announce(self._message, newest, pinned, nodes, kept))
 
