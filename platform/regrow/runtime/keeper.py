@@ -2,9 +2,9 @@
 
 Ray carries control alone; bytes go through shared memory and the keepers' own sockets. What keepers report of a step
 goes up a tree of them, and what is said to them goes down it: no keeper, nor the coordinator at its root, hears from or
-speaks to more than `control.peers.FAN_OUT` of them, however many nodes there are; but once a group, at its first commit,
-the coordinator tells those that it does not use. A keeper whose coordinator and
-workers are gone for long deletes what it holds and ends: an abandoned run leaves nothing in memory.
+speaks to more than `control.peers.FAN_OUT` of them, however many nodes there are; but the coordinator tells those that
+a group does not use of its first commit. A keeper whose coordinator and workers are gone for long deletes what it holds
+and ends: an abandoned run leaves nothing in memory.
 """
 
 import contextlib
