@@ -38,6 +38,7 @@ from support.keepers import (
     holders,
     scalars_of,
     snapshot,
+    state,
     wait_until,
     write_checkpoint,
 )
@@ -293,6 +294,31 @@ def test_that_storage_does_not_give_back_what_was_written_is_seen(
                 data[int(at * (len(data) - 1))] ^= 1
                 step.write_bytes(file.name, bytes(data))
                 read_back(step, file)
+
+
+@pytest.mark.parametrize("is_by_keepers", [True, False])
+def test_a_rank_s_part_is_in_files_that_s3_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_keepers: bool
+) -> None:
+    """70B on 8 ranks is 105.8 GB each: no checkpoint of it could be written there."""
+    monkeypatch.setattr(gather, "FILE_BYTES", 301)
+    storage = Storage.at(tmp_path / "checkpoints")
+    if is_by_keepers:
+        with cluster(tmp_path, 2) as nodes:
+            snapshot(nodes, 3, 2)
+            files = write_checkpoint(nodes, storage, 3)
+            for file in files:
+                read_back(storage / catalog.step_folder(3), file)
+    else:
+        files = list(
+            store.save(storage, entries_of(0, 1, state(3)), scalars=scalars_of(3), run_id=RUN, generation=1).files
+        )
+    assert {file.num_bytes - file.header_bytes for file in files} > {300}
+    assert max(file.num_bytes - file.header_bytes for file in files) == 300
+    index = catalog.open_checkpoint(storage, 3, run_id=RUN)
+    catalog.verify(storage, index, lambda num_bytes: None)
+    assert {file.name for file in index.files} == {file.name for file in files}
+    assert restore_newest(storage, 2) == restore_newest(storage, 3) == (3, {3: []})
 
 
 def test_an_order_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,32 @@ from regrow.state.disk.stacks import Part, columns_of
 from regrow.storage import Storage, in_threads
 
 PIECE_BYTES = 64 * STORED_CHUNK_BYTES  # gathered at once, checked, then given to storage
+FILE_BYTES = 64 * 10**9  # of data in a file, at most: Arrow writes to S3 in parts of 10 MiB, of which S3 takes 10,000
 UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes of an element: bits, whatever they mean
 
 Matrix = NDArray[Any]
+
+
+def in_files(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts of stacks, cut so that none of these files has more than FILE_BYTES of them; no file where there is none.
+
+    >>> from regrow.state.disk.stacks import Column, Stack
+    >>> part = Part(Stack("int64", 5, (Column("w", 0, 10**10),)), (0,), range(2), 0, 2 * 10**10)
+    >>> [[(each.start, each.stop) for each in file] for file in in_files([part])]
+    [[(0, 8000000000)], [(8000000000, 16000000000)], [(16000000000, 20000000000)]]
+    """
+    files, room = list[list[Part]](), 0
+    for part in parts:
+        size, at = ITEM_BYTES[part.stack.dtype], part.start
+        while at < part.stop:
+            if room < size:
+                files.append([])
+                room = FILE_BYTES
+            stop = min(part.stop, at + room // size)
+            files[-1].append(replace(part, start=at, stop=stop))
+            room -= (stop - at) * size
+            at = stop
+    return files
 
 
 def write_parts(

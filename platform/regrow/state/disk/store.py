@@ -22,7 +22,7 @@ from regrow.plan.placement import is_first_of_stage, is_second
 from regrow.state.collective import from_rank_0, gather, rank
 from regrow.state.disk.catalog import is_unreadable, open_checkpoint, problem_of, read_headers, step_folder
 from regrow.state.disk.format import COMMIT, DataFile, Index
-from regrow.state.disk.gather import write_parts
+from regrow.state.disk.gather import in_files, write_parts
 from regrow.state.disk.packed import PackedFiles
 from regrow.state.disk.reading import Reader
 from regrow.state.disk.stacks import parts_of
@@ -55,10 +55,11 @@ def save(
     step = int(scalars["step"])
     target = folder / step_folder(step)
     token = f"g{generation:06d}-{secrets.token_hex(TOKEN_BYTES)}"
-    written: dict[str, Any] | CheckpointError | None
+    written: list[dict[str, Any]] | CheckpointError
+    complete = list[DataFile]()
     try:
-        file = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), coordinates)
-        written = file.to_plain() if file else None
+        _write_files(target, token, entries, (run_id, generation, step), coordinates, complete)
+        written = [file.to_plain() for file in complete]
     except Exception as error:  # every rank must hear of it
         written = _failed(f"checkpoint of step {step} at {target} was not written", error)
     told = gather((written, _user_digest(scalars)))
@@ -72,7 +73,7 @@ def save(
             )
         )
     if problems:
-        _delete(target, written)
+        _delete(target, complete)
         raise next((each for each in problems if not isinstance(each, NotWrittenError)), problems[0])
 
     index = Index(
@@ -81,7 +82,7 @@ def save(
         step=step,
         scalars=dict(scalars),
         tensors=_tensors_of_all(entries, coordinates),
-        files=tuple(DataFile.of_plain(outcome) for outcome in outcomes if isinstance(outcome, dict)),
+        files=tuple(DataFile.of_plain(file) for files in outcomes if isinstance(files, list) for file in files),
         information={
             "world_size": len(outcomes),
             "num_replicas": coordinates.along("dp_replicate")[1],
@@ -99,7 +100,7 @@ def save(
     problem, begun = from_rank_0((problem, begun))
     if problem:
         if not begun:  # else COMMIT may be there, or come
-            _delete(target, written)
+            _delete(target, complete)
         raise problem
     return index
 
@@ -111,10 +112,9 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: Mappi
     """
     step = int(scalars["step"])
     target, identity = folder / step_folder(step), (run_id, 0, step)
-    files, tensors = [], {}
+    files, tensors = list[DataFile](), {}
     for batch in _batches(entries):
-        file = _write_file(target, f"g000000-{secrets.token_hex(TOKEN_BYTES)}.safetensors", batch, identity, ALONE)
-        files += [file] if file else []
+        _write_files(target, f"g000000-{secrets.token_hex(TOKEN_BYTES)}", batch, identity, ALONE, files)
         tensors.update({entry.box.name: (entry.box.dtype, entry.box.shape) for entry in batch})
         del batch  # before the next ones are read
     index = Index(
@@ -227,25 +227,27 @@ def _user_digest(scalars: Mapping[str, Scalar]) -> str:
     return hashlib.sha256(json.dumps(user, sort_keys=True).encode()).hexdigest()
 
 
-def _write_file(
+def _write_files(
     target: Storage,
     name: str,
     entries: Sequence[Entry],
     identity: tuple[str, int, int],
     coordinates: Coordinates,
-) -> DataFile | None:
-    """Write this rank's part; None where it has nothing to write."""
+    complete: list[DataFile],
+) -> None:
+    """Write this rank's part, if it has one; `complete` gets each file once it is."""
     boxes = [entry.box for entry in entries]
     parts = parts_of(boxes, coordinates)
-    if not parts:
-        return None
     memory = {
         number: memoryview(entries[number].memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")
         for part in parts
         for number in set(part.members)
     }
     run_id, generation, step = identity
-    return write_parts(target, name, parts, boxes, memory, run_id=run_id, generation=generation, step=step)
+    of: dict[str, Any] = {"run_id": run_id, "generation": generation, "step": step}
+    for number, some in enumerate(in_files(parts)):
+        file_name = f"{name}{f'-{number}' if number else ''}.safetensors"
+        complete.append(write_parts(target, file_name, some, boxes, memory, **of))
 
 
 def _commit(target: Storage, step: int, pointer: bytes, commit: Commit | None) -> None:
@@ -256,11 +258,11 @@ def _commit(target: Storage, step: int, pointer: bytes, commit: Commit | None) -
         commit(step_folder(step), pointer)
 
 
-def _delete(target: Storage, written: Mapping[str, Any] | CheckpointError | None) -> None:
+def _delete(target: Storage, written: Sequence[DataFile]) -> None:
     """What this rank wrote for a checkpoint that is none: tried again on a full disk, they would add up."""
-    if isinstance(written, Mapping):
+    for file in written:
         with contextlib.suppress(OSError):
-            target.delete(DataFile.of_plain(written).name)
+            target.delete(file.name)
 
 
 def _failed(what: str, error: Exception) -> CheckpointError:

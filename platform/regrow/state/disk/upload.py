@@ -23,6 +23,7 @@ from regrow.plan.boxes import ITEM_BYTES
 from regrow.plan.placement import is_first_of_stage
 from regrow.state.checksums import hold, whole_chunks
 from regrow.state.disk.format import DataFile, Index
+from regrow.state.disk.gather import in_files
 from regrow.state.disk.gather import write_parts as write_stacks
 from regrow.state.disk.metadata import encode
 from regrow.state.disk.packed import PackedFiles
@@ -160,14 +161,13 @@ def _write_all(
     """`write_parts` of these; `complete` gets the name of each file that is."""
     begun = time.monotonic()
 
-    def write(number: int, each: Held) -> tuple[DataFile | None, SlotHeader, PartTimes]:
+    def write(number: int, each: Held) -> tuple[list[DataFile], SlotHeader, PartTimes]:
         snapshot = open_snapshot(folder / each.file)
         if snapshot is None or snapshot.held != each:
             raise CheckpointError(f"{each.file} is not the snapshot of step {order.moment.step} any more")
-        name = f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors"
-        file, times = _write_file(target, name, snapshot, run_id)
-        complete.append(name)
-        return file, snapshot.header, times
+        name = f"g{order.moment.generation:06d}-{order.token}-{number}"
+        files, times = _write_files(target, name, snapshot, run_id, complete)
+        return files, snapshot.header, times
 
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
         outcomes = list(writers.map(write, range(len(mine)), mine))
@@ -188,7 +188,7 @@ def _write_all(
     firsts = {each.coordinates.along("pp")[0] for _, each, _ in outcomes if is_first_of_stage(each.coordinates)}
     if header.coordinates.mesh.pp == 1:
         firsts = {0} if order.describe else set()
-    data_files = tuple(file for file, *_ in outcomes if file is not None)
+    data_files = tuple(file for files, *_ in outcomes for file in files)
     described = {stage: of_stage for stage, of_stage in tensors.items() if stage in firsts}
     times = _together([each for *_, each in outcomes], took_s)
     return Written(data_files, len(mine), header.scalars, digests, described, times)
@@ -200,13 +200,15 @@ def _together(times: Sequence[PartTimes], took_s: float) -> PartTimes:
     return PartTimes(took_s * checking / writing if writing else 0.0, took_s, sum(each.bytes for each in times))
 
 
-def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> tuple[DataFile | None, PartTimes]:
-    """Write one rank's part, and what that took; None where it has nothing to write."""
+def _write_files(
+    target: Storage, name: str, snapshot: Snapshot, run_id: str, complete: list[str]
+) -> tuple[list[DataFile], PartTimes]:
+    """Write one rank's part, and what that took; no file where it has nothing to write."""
     header = snapshot.header
     parts = parts_of(header.boxes, header.coordinates)
     if not parts:
-        return None, PartTimes()
-    begun = time.monotonic()
+        return [], PartTimes()
+    begun, files = time.monotonic(), list[DataFile]()
     with snapshot.payload() as payload, ThreadPoolExecutor(1, thread_name_prefix="check") as checker:
         checking = checker.submit(_check, snapshot, payload, parts)
         memory = {
@@ -214,8 +216,12 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
             for number in {number for part in parts for number in part.members}
         }
         of = {"run_id": run_id, "generation": header.generation, "step": header.step}
-        file = write_stacks(target, name, parts, header.boxes, memory, checking.result, **of)
-        return file, PartTimes(checking.result(), time.monotonic() - begun, file.num_bytes)
+        for number, some in enumerate(in_files(parts)):
+            file_name = f"{name}{f'-{number}' if number else ''}.safetensors"
+            files.append(write_stacks(target, file_name, some, header.boxes, memory, checking.result, **of))
+            complete.append(file_name)
+        num_bytes = sum(file.num_bytes for file in files)
+        return files, PartTimes(checking.result(), time.monotonic() - begun, num_bytes)
 
 
 def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> float:
