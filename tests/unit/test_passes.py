@@ -159,6 +159,35 @@ def test_a_model_that_does_not_fit_otherwise_is_cut_into_stages_and_no_size_has_
     assert roomy.parallel.least_pp == 1
 
 
+HUGE = [
+    *("model=405b", "cluster.address=auto", "cluster.name=h100", "cluster.gpus_per_worker=1", "parallel.tp=8"),
+    *("cluster.min_workers=448", "cluster.max_workers=512", "optim.num_slices=1024", "optim.global_batch_seqs=1024"),
+    *("parallel.dtype=bfloat16", "parallel.compile=true", "parallel.activation_checkpoint=selective"),
+]
+
+
+def test_a_pipeline_is_faster_than_none_though_sizes_that_it_does_not_divide_need_fewer_stages():
+    """Each number was tried with as many stages at every size, which do not fit with few replicas left over."""
+    asked = pretrain_config([*HUGE, "data=fineweb_edu", "data.seq_len=4096", "parallel.pp=0"])
+    config, why = settle(asked, gpu("H100"), NETWORK)
+    found = forecasts(config, gpu("H100"), NETWORK)
+    assert all(each.fits for each in found)
+    for pp in (1, 16, 32):
+        given = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel, pp=pp))
+        other, _ = settle(given, gpu("H100"), NETWORK)
+        fits = all(each.fits for each in forecasts(other, gpu("H100"), NETWORK))
+        assert fits
+        assert found[-1].time.step_s <= forecast(other, 512, gpu("H100"), NETWORK).time.step_s
+    assert found[-1].time.step_s < 100
+    assert why.startswith(f"by forecast for H100: parallel.pp={config.parallel.pp} parallel.least_pp=1")
+
+
+def test_a_least_number_of_stages_that_is_given_stays_where_their_number_is_open():
+    least = pretrain_config([*WHOLE, "parallel.pp=0", "parallel.least_pp=2"])
+    config, _ = settle(least, gpu("H100"), NETWORK)
+    assert config.parallel.least_pp == 2 <= config.parallel.pp
+
+
 def test_where_nothing_fits_what_takes_least_memory_is_chosen():
     device = gpu("H100", memory_bytes=20 * GIB)
     needed = {}

@@ -13,7 +13,7 @@ from regrow.config.stages import stages_per_rank
 from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device
-from regrow.forecast.estimate import forecast, gpu_of, network_of, topologies_of_groups
+from regrow.forecast.estimate import Forecast, forecast, gpu_of, network_of, topologies_of_groups
 
 ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: torch reserves 1.1 to 1.2 of what it allocates
 MOST_SIZES = 9  # of the group, that are looked at
@@ -65,7 +65,7 @@ def settle_stages(config: C, device: Device | None, network: Network) -> tuple[C
         return _with_stages(config, parallel.pp or 1, parallel.least_pp or 1), ""
     chosen = config if parallel.pp else _fastest_pipeline(config, device, network)
     pp = chosen.parallel.pp
-    least = parallel.least_pp or _fewest_stages(chosen, device, network)
+    least = chosen.parallel.least_pp or _fewest_stages(chosen, device, network)
     found = f"by forecast for {device.name}: parallel.pp={pp} parallel.least_pp={least}" if pp > 1 else ""
     return _with_stages(chosen, pp, least), found
 
@@ -75,39 +75,60 @@ def _fastest_pipeline(config: C, device: Device, network: Network) -> C:
     cluster, parallel = config.cluster, config.parallel
     units = max(1, cluster.max_workers // (parallel.tp * parallel.cp))
     most = max(1, min(units, config.model.num_layers // stages_per_rank(parallel)))
-    tried: list[tuple[bool, float, C]] = []
+    tried: list[tuple[Forecast, C]] = []
     refused: RegrowError | None = None
     for pp in [each for each in range(1, most + 1) if units % each == 0]:
-        each = _with_stages(config, pp, min(pp, parallel.least_pp or pp))
         try:
-            check(each)
+            each, full = _with_any_least(config, pp)
         except RegrowError as error:
             refused = refused or error
             continue
         each, _ = settle_passes(each, device, network)
-        found = forecast(each, max(world_sizes(each).values()), device, network)
-        open_passes = replace(parallel, pp=pp, least_pp=each.parallel.least_pp)
-        fits = _fits(each, 1.0, device, network)
-        order = found.time.step_s if fits else float(found.memory.total)
-        tried.append((not fits, order, replace(config, parallel=open_passes)))
+        found = forecast(each, full, device, network)
+        tried.append((found, _with_stages(config, pp, parallel.least_pp)))
     if not tried:
         assert refused is not None
         raise refused
-    return min(tried, key=lambda each: each[:2])[2]
+    for found, each in sorted(tried, key=lambda one: one[0].time.step_s):
+        if not found.fits:
+            continue
+        least = parallel.least_pp or _fewest_stages(each, device, network)
+        each = _with_stages(each, each.parallel.pp, least)
+        if _is_sound(each, device, network):
+            return each
+    return min(tried, key=lambda one: one[0].memory.total)[1]
+
+
+def _with_any_least(config: C, pp: int) -> tuple[C, int]:
+    """With so many stages at the largest world size, and a least number that `check` takes; that size. Raises
+    RegrowError."""
+    refused: RegrowError | None = None
+    for least in [config.parallel.least_pp] if config.parallel.least_pp else range(1, pp + 1):
+        each = _with_stages(config, pp, least)
+        try:
+            table = check(each)
+        except RegrowError as error:
+            refused = refused or error
+            continue
+        return each, max(world_sizes(each, table).values())
+    assert refused is not None
+    raise refused
 
 
 def _fewest_stages(config: C, device: Device, network: Network) -> int:
     """Of all world sizes but the multiples of the configured pipeline; that pipeline's, where fewer do not fit."""
     pp = config.parallel.pp
-    for least in range(1, pp):
-        each = _with_stages(config, pp, least)
-        try:
-            check(each)
-        except RegrowError:  # sizes that these leave out
-            continue
-        if _fits(settle_passes(each, device, network)[0], 1.0, device, network):
-            return least
-    return pp
+    found = (least for least in range(1, pp) if _is_sound(_with_stages(config, pp, least), device, network))
+    return next(found, pp)
+
+
+def _is_sound(config: PretrainConfig, device: Device, network: Network) -> bool:
+    """Whether `check` takes it, and all world sizes fit."""
+    try:
+        check(config)
+    except RegrowError:
+        return False
+    return _fits(settle_passes(config, device, network)[0], 1.0, device, network)
 
 
 def _with_stages(config: C, pp: int, least_pp: int) -> C:
