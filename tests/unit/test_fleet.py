@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,12 @@ from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.claim import Superseded
 from regrow.runtime import fleet
+from regrow.runtime import publisher as publisher_module
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.publisher import Publisher
-from regrow.state.disk.catalog import committed_steps
-from regrow.state.disk.format import DataFile
+from regrow.state.disk.catalog import committed_steps, computed_wrong, step_folder
+from regrow.state.disk.format import COMMIT, DAMAGED, DataFile
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.upload import Joined, Published, Written
 from regrow.state.entries import whole_entry
@@ -241,6 +242,48 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
     assert until(publisher.done) == [e.Deleted("")]
     assert folder.list() == ["step-00000003", "step-00000004"]
     publisher.close()
+
+
+class Refusing(LocalStorage):
+    """No notes of damage for a while."""
+
+    is_away = True
+
+    def join(self, *names: str) -> "Refusing":
+        return Refusing(self.root.joinpath(*names))
+
+    def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
+        if self.is_away and name.endswith(DAMAGED):
+            raise OSError(5, "storage is away")
+        return super().write_chunks(name, chunks)
+
+
+@pytest.mark.parametrize("then", ["the note", "another COMMIT", "nothing", "the end"])
+def test_that_a_checkpoint_was_computed_wrong_is_noted_again_until_it_is_there(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried once: the job that had dropped the checkpoint restored it later, as no reader finds it wrong."""
+    monkeypatch.setattr(Refusing, "is_away", True)
+    monkeypatch.setattr(publisher_module, "NOTE_AGAIN_S", 0.0)
+    folder, publisher = Storage.at(tmp_path), Publisher(Refusing(tmp_path), "run", keep=2, flush_log=lambda: None)
+    for step in (5, 10, 20, 30):
+        save_one_by_one(folder, [whole_entry("w", torch.zeros(3))], scalars={"step": step}, run_id="run")
+    publisher.note_damaged(c.NoteDamaged(30, "a rank computed wrong", computed_wrong=True))
+    publisher.delete(c.Delete())
+    assert until(publisher.done) == [e.Deleted("")]
+    assert committed_steps(folder) == [30, 20, 10], "it does not count for one of those that are kept"
+    if then == "another COMMIT":
+        publisher.commit(step_folder(30), b"{}", fence=lambda: None)
+    elif then == "nothing":
+        (tmp_path / step_folder(30) / COMMIT).unlink()
+    monkeypatch.setattr(Refusing, "is_away", False)
+    if then == "the end":
+        assert publisher.close(60.0)
+    else:
+        until(lambda: publisher.done() == [] and not publisher._notes.refused)
+        publisher.close(60.0)
+    is_noted = then in ("the note", "the end")
+    assert computed_wrong(folder, [10, 20, 30]) == ([30] if is_noted else [])
 
 
 class Slow(LocalStorage):

@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import cast
 
 from regrow.control import events as e
@@ -29,6 +32,44 @@ from regrow.state.disk.upload import (
 from regrow.storage import Storage, in_threads
 
 NAME = re.compile(r"g(\d+)-")  # of a file of a generation
+NOTE_AGAIN_S = 5.0  # that a rank computed a checkpoint wrong, where storage has refused the note
+
+
+class Notes:
+    """That checkpoints are not to count any more; written by storage's thread. Where storage refuses one, the next
+    reader that fails finds what is damaged; what a rank computed wrong none finds: that is noted again."""
+
+    def __init__(self, checkpoints: Storage, check: Callable[[], None]) -> None:
+        self._checkpoints, self._check = checkpoints, check
+        self.refused: dict[int, NoteDamaged] = {}  # by step: what some rank computed wrong
+        self.again_at = 0.0  # monotonic
+
+    @property
+    def are_due(self) -> bool:
+        return bool(self.refused) and time.monotonic() > self.again_at
+
+    def write(self, command: NoteDamaged) -> None:
+        wrong = command.computed_wrong
+        try:
+            self._check()
+            if self._checkpoints.exists(f"{step_folder(command.step)}/{COMMIT}"):
+                note_damaged(self._checkpoints, command.step, command.detail, computed_wrong=wrong)
+        except OSError:
+            self.refused |= {command.step: command} if wrong else {}
+            return
+        except Superseded:
+            pass
+        self.refused.pop(command.step, None)
+
+    def write_refused(self) -> None:
+        for each in list(self.refused.values()):
+            self.write(each)
+        self.again_at = time.monotonic() + NOTE_AGAIN_S
+
+    def replaced(self, folder: str) -> None:
+        """Another checkpoint has taken the place of this step's."""
+        for step in [each for each in self.refused if step_folder(each) == folder]:
+            del self.refused[step]
 
 
 class Publisher:
@@ -66,6 +107,7 @@ class Publisher:
         self._given_up: dict[int, int] = {}  # uploads that no COMMIT comes of: the step of each
         self._published: dict[int, Published] = {}  # by upload
         self._working: list[Future[e.Event | None]] = []
+        self._notes = Notes(checkpoints, check)
 
     def order(self, write: Write) -> WriteOrder:
         """What a keeper is to be given."""
@@ -158,14 +200,11 @@ class Publisher:
 
     def note_damaged(self, command: NoteDamaged) -> None:
         """This step's checkpoint is not to count any more."""
+        self._working.append(self.thread.submit(partial(self._notes.write, command)))
 
-        def note() -> None:
-            with contextlib.suppress(OSError, Superseded):  # then the next one that fails to read it does
-                self._check()
-                wrong = command.computed_wrong
-                note_damaged(self._checkpoints, command.step, command.detail, computed_wrong=wrong)
-
-        self._working.append(self.thread.submit(note))
+    def _note_again(self) -> None:
+        self._notes.again_at = math.inf  # until it is done
+        self._working.append(self.thread.submit(self._notes.write_refused))
 
     def clean_up(self, command: CleanUp) -> None:
         """Delete what was written for an upload that no COMMIT comes of, and what is yet to be."""
@@ -217,6 +256,7 @@ class Publisher:
 
         def delete() -> e.Event:
             wait(earlier)
+            apart.update(self._notes.refused)
             try:
                 self._check()
             except (OSError, Superseded) as error:
@@ -229,6 +269,8 @@ class Publisher:
 
     def done(self) -> list[e.Event]:
         """What came of things since the last call."""
+        if self._notes.are_due:
+            self._note_again()
         done = [each for each in self._working if each.done()]
         self._working = [each for each in self._working if each not in done]  # some are by now
         for error in filter(None, (each.exception() for each in done)):  # a mistake of ours, of one of them
@@ -240,6 +282,8 @@ class Publisher:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Whether all is done in time; a deletion that takes longer is gone on with by the next attempt."""
+        if self._notes.refused:
+            self._note_again()
         for each in (self.thread, self.deleting):
             each.shutdown(wait=False)
         return not wait(self._working, timeout_s).not_done
@@ -265,3 +309,4 @@ class Publisher:
         if not self._checkpoints.create(name, pointer):
             self._check()  # then it is of this run's own past, before it went back
             self._checkpoints.write_bytes(name, pointer)
+        self._notes.replaced(folder)
