@@ -182,6 +182,15 @@ def test_a_pipeline_is_faster_than_none_though_sizes_that_it_does_not_divide_nee
     assert why.startswith(f"by forecast for H100: parallel.pp={config.parallel.pp} parallel.least_pp=1")
 
 
+def test_the_fastest_pipeline_is_that_of_the_group_of_all_workers_not_of_a_larger_one_of_fewer():
+    """With 16,384 workers a group has 16,128 ranks in stages of 16; with some fewer, more ranks in another number."""
+    asked = ["+cluster=h100x16384", "parallel.pp=0", "parallel.least_pp=0"]
+    network = network_of(pretrain_config(asked), PlanConfig())
+    config, _ = settle(pretrain_config(asked), gpu("H100"), network)
+    assert config.parallel.pp == 16
+    assert all(each.fits for each in forecasts(config, gpu("H100"), network))
+
+
 def test_a_least_number_of_stages_that_is_given_stays_where_their_number_is_open():
     least = pretrain_config([*WHOLE, "parallel.pp=0", "parallel.least_pp=2"])
     config, _ = settle(least, gpu("H100"), NETWORK)

@@ -100,8 +100,8 @@ def _fastest_pipeline(config: C, device: Device, network: Network) -> C:
 
 
 def _with_any_least(config: C, pp: int) -> tuple[C, int]:
-    """With so many stages at the largest world size, and a least number that `check` takes; that size. Raises
-    RegrowError."""
+    """With so many stages where all workers are there, and a least number that `check` takes; the size of that group.
+    Raises RegrowError."""
     refused: RegrowError | None = None
     for least in [config.parallel.least_pp] if config.parallel.least_pp else range(1, pp + 1):
         each = _with_stages(config, pp, least)
@@ -110,7 +110,7 @@ def _with_any_least(config: C, pp: int) -> tuple[C, int]:
         except RegrowError as error:
             refused = refused or error
             continue
-        return each, max(world_sizes(each, table).values())
+        return each, world_sizes(each, table)[config.cluster.max_workers]
     assert refused is not None
     raise refused
 
