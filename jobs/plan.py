@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from regrow.config.check import check, check_new, check_plan
+from regrow.config.check import check, check_before_stages, check_new, check_plan
 from regrow.config.schema import PlanConfig, PlanJobConfig
 from regrow.config.store import run_job
 from regrow.errors import ConfigError
@@ -46,6 +46,8 @@ def _note_of_a_new_run(config: PlanJobConfig) -> None:
 def main(config: PlanJobConfig, *, as_json: bool) -> None:
     if config.parallel.pp:  # what is refused is refused before this machine is measured
         check(config)
+    else:
+        check_before_stages(config)
     check_plan(config)
     _note_of_a_new_run(config)
     device, network = device_of(config), network_of(config, config.plan)

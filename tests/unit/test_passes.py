@@ -240,3 +240,25 @@ def test_without_a_gpu_that_is_known_there_is_no_pipeline_but_one_that_is_asked_
 def test_where_no_pipeline_is_possible_the_first_rule_that_is_broken_is_told():
     with pytest.raises(RegrowError, match=r"data\.seq_len=1"):
         settled(pretrain_config(["+cluster=h100x64", "parallel.pp=0", "data.seq_len=1"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["parallel.tp=0"], r"parallel\.tp=0 must be at least 1"),
+        (["parallel.cp=0"], r"parallel\.cp=0 must be at least 1"),
+        (["parallel.schedule=interleaved", "parallel.stages_per_rank=0"], r"parallel\.stages_per_rank=0 must be"),
+        (["cluster.min_workers=0", "cluster.max_workers=0"], r"cluster\.max_workers=0"),
+    ],
+)
+def test_what_no_pipeline_is_looked_for_with_is_refused(arguments, refused):
+    """Before, by a traceback of a division by zero."""
+    for cluster in ("h100x64", "cpu3"):
+        with pytest.raises(RegrowError, match=refused):
+            settled(pretrain_config([f"+cluster={cluster}", "parallel.pp=0", *arguments]))
+
+
+def test_jobs_plan_shares_this_machine_out_to_no_fewer_workers_than_one():
+    command = [sys.executable, "-m", "jobs.plan", "parallel.pp=0", "cluster.min_workers=0", "cluster.max_workers=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1].endswith("cluster.max_workers=0 must be at least 1")

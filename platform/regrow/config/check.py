@@ -112,6 +112,15 @@ def check_train(config: PretrainConfig) -> None:
     _train(config)
 
 
+def check_before_stages(config: PretrainConfig) -> None:
+    """Check what a number of stages is looked for with, where parallel.pp=0. Raises ConfigError."""
+    _tensor_parallel(config)
+    _context_parallel(config)
+    _stages_per_rank(config)
+    most = config.cluster.max_workers
+    _need(most >= 1, f"cluster.max_workers={most} must be at least 1")
+
+
 def check_data(config: PretrainConfig) -> None:
     """Check what preparing a corpus depends on, and nothing else. Raises ConfigError."""
     _check_no_credentials(config)
@@ -517,16 +526,14 @@ def _context_parallel(config: PretrainConfig) -> None:
 
 def _pipeline(config: PretrainConfig) -> None:
     parallel, cluster = config.parallel, config.cluster
-    pp, tp, cp, per_rank = parallel.pp, parallel.tp, parallel.cp, parallel.stages_per_rank
+    pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
     _need(pp >= 1, f"parallel.pp={pp} must be at least 1, or 0 for what the forecast finds fastest")
     _need(
         0 <= parallel.least_pp <= pp,
         f"parallel.least_pp={parallel.least_pp} must be 1 to parallel.pp={pp}, the fewest stages that there may be, or "
         "0 for as few as fit",
     )
-    _need(
-        per_rank >= 2, f"parallel.stages_per_rank={per_rank} must be at least 2; parallel.schedule=one_f_one_b has one"
-    )
+    _stages_per_rank(config)
     if pp == 1:
         return
     _need(
@@ -549,6 +556,13 @@ def _pipeline(config: PretrainConfig) -> None:
         (parallel.separate_reduce, "parallel.separate_reduce=true", "parallel.separate_reduce=false"),
     ):
         _need(not is_set, f"parallel.pp={pp} does not go with {key} yet; set {instead}")
+
+
+def _stages_per_rank(config: PretrainConfig) -> None:
+    per_rank = config.parallel.stages_per_rank
+    _need(
+        per_rank >= 2, f"parallel.stages_per_rank={per_rank} must be at least 2; parallel.schedule=one_f_one_b has one"
+    )
 
 
 def _observe(config: PretrainConfig) -> None:

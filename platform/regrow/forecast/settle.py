@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
-from regrow.config.check import check, topologies, topology_of, world_sizes
+from regrow.config.check import check, check_before_stages, topologies, topology_of, world_sizes
 from regrow.config.schema import ParallelConfig, PlanConfig, PretrainConfig
 from regrow.config.stages import stages_per_rank
 from regrow.errors import ConfigError, RegrowError
@@ -61,6 +61,8 @@ def settle_stages(config: C, device: Device | None, network: Network) -> tuple[C
     parallel = config.parallel
     if parallel.pp and parallel.least_pp:
         return config, ""
+    if parallel.pp == 0:
+        check_before_stages(config)
     if device is None or config.cluster.gpus_per_worker == 0 or parallel.pp == 1:
         return _with_stages(config, parallel.pp or 1, parallel.least_pp or 1), ""
     chosen = config if parallel.pp else _fastest_pipeline(config, device, network)
