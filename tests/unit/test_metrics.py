@@ -357,6 +357,15 @@ def test_failures_restarts_and_incidents_are_counted_by_cause() -> None:
     assert sum(v for (name, _), v in figures.values.items() if name == "regrow_incidents_total") == 1
 
 
+def test_a_group_counts_once_for_each_cause_however_many_ranks_it_loses_one_by_one() -> None:
+    figures = make_figures()
+    for number, causes in enumerate((["worker_died"] * 8, ["worker_hung", "worker_died", "worker_hung"]), 1):
+        for rank, cause in enumerate(causes):
+            figures.event(event("failure", cause=cause, generation=number, ranks=[rank]), T0 + number)
+    assert value(figures, "failures_total", "worker_died") == 2
+    assert value(figures, "failures_total", "worker_hung") == 1
+
+
 def test_a_checkpoint_that_is_found_damaged_is_the_newest_one_no_longer() -> None:
     """Before: each damaged one renewed the time, so that no alert told of a storage that spoils them all."""
     events = [

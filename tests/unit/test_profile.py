@@ -250,7 +250,7 @@ def test_a_process_whose_node_lived_on_was_not_its_host_though_that_is_dead_soon
         ("a", [failure(20, 1), ready, failure(55, 2), lost], ["software", "host"]),
         ("b", [failure(20, 1), failure(55, 2), lost], ["software", "host"]),
         ("c", [failure(20, 1), ready, lost], ["software"]),
-        ("d", [failure(54, 1), failure(55, 1, rank=2), lost], ["host", "host"]),  # both processes of a dead node
+        ("d", [failure(54, 1), failure(55, 1, rank=2), lost], ["host"]),  # both processes of a dead node
     ):
         run = RunLogs.read(write(tmp_path / name, rows, [event("submitted", 0), *events]))
         assert [kind for _, kind in faults_of(run.history.events)] == kinds, name

@@ -24,6 +24,7 @@ from regrow.control.corruption import Corruptions
 from regrow.control.drains import Drains
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
+from regrow.control.losses import gpu_error, unfit
 from regrow.control.membership import Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.past import Past
@@ -338,7 +339,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Noted: lambda event, now: control._out.record(event.event, **event.fields),
         e.Done: control._done,
         e.Broke: group.broke,
-        e.Unfit: group.nodes.unfit,
+        e.Unfit: partial(unfit, group),
         e.Failed: group.fail,
         e.Superseded: control._superseded,
         e.Trouble: group.trouble,
@@ -359,7 +360,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.KeepersFound: control._takeover.keepers_found,
         e.Sealed: control._sealed,
         e.Complaint: control._complained,
-        e.GpuError: group.nodes.gpu_error,
+        e.GpuError: partial(gpu_error, group),
         e.Answered: control._answered,
         e.Written: checkpoints.written,
         e.WriteFailed: checkpoints.write_failed,

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from regrow.control.commands import Form, Probe, Reply, TellOver
 from regrow.control.events import Asked, Closed, Done, Failed, Joined, KeeperUp, Leaving, Placed, StopAsked
-from regrow.control.losses import Losses, kill
+from regrow.control.losses import Losses, end_quarantined, kill
 from regrow.control.membership import Formation, Member, Membership
 from regrow.control.states import (
     Answer,
@@ -32,6 +32,7 @@ DRAINING_S = 60.0  # the same where nothing presses: no step is to be lost to ma
 BROKE_FIRST = "its first group broke before a step, and the others have done one without it"
 BROKE_ALONE = "its first group broke before a step by its error alone, and is to have another one in its place"
 ONE_OF_SEVERAL = "its first group broke before a step, by which host is not known: others are tried without this one"
+LEFT_OUT = "others of its processes did not come for the next group"
 QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 
 
@@ -167,8 +168,9 @@ class Group(Losses):
                 self.out.append(Probe(tuple(missing)))
         self.arrivals.ready(now)
         formation = membership.form(now)
-        end_left_out(self, before, now)
+        others = end_left_out(self, before, now)
         if formation is None:
+            end_quarantined(self, others, LEFT_OUT, now)
             return None
         self._must_wait = True
         tell_spares(self)
@@ -183,6 +185,7 @@ class Group(Losses):
         self.out.append(Form(formation.generation, formation.members))
         if apart := membership.without_unit:
             self.out.record("note", text=apart_text(apart, membership.unit))
+        end_quarantined(self, others, LEFT_OUT, now, cause=Cause.worker_hung)
         return formation
 
     def _end_newcomers_to_blame(self, now: float) -> None:
@@ -194,9 +197,11 @@ class Group(Losses):
             self.first_steps.counts_as_loss()
             self.out.extend(kill(each) for each in membership.missing if each.id in to_blame)  # it asks no more
             members = [each for each in membership.current if each.id in to_blame]
+            others = list[Member]()
             for node in dict.fromkeys(each.node for each in members):
-                self.nodes.failed(node, now, again=False, is_spared=True)
+                others += self.nodes.failed(node, now, again=False, is_spared=True)
             self._expel(dict.fromkeys(members, BROKE_ALONE), now, counts=False)
+            end_quarantined(self, others, BROKE_ALONE, now)
             membership.avoided = self.nodes.excluded(now)  # it may be in quarantine now
             hold_back(self)
 
@@ -206,6 +211,7 @@ class Group(Losses):
         """It is ready, to go on from this step."""
         self.cause = Cause.worker_failed  # until something else is known of this generation
         self.first_steps.began(start_step, now)
+        self.too_few.enough()
         self.enter(Training(self.generation), now)
 
     def take_up(self, state: GroupState, lost: tuple[int, ...] | None, lost_at: float, now: float) -> None:
@@ -322,18 +328,20 @@ def tell_spares(group: Group) -> None:
         group.out.record("spares", count=sum(nodes.values()), nodes=nodes, generation=group.generation)
 
 
-def end_left_out(group: Group, before: Formation, now: float) -> None:
-    """Members of the group before that live, and have not come in time."""
+def end_left_out(group: Group, before: Formation, now: float) -> list[Member]:
+    """Members of the group before that live, and have not come in time; of others that are to end, as their hosts are
+    in quarantine for that."""
     membership = group.membership
-    if membership.left_out:
-        group.first_steps.error = ""
-    for member in membership.left_out:
-        group.out.append(kill(member))  # Ray Train finds it dead, and fills its place
-        detail = f"{membership.patience_s:.0f} s without a word, ended"
-        ranks = [rank for rank in [before.rank_of(member.id)] if rank is not None]
-        group.failed(Cause.worker_hung, detail, ranks, [member.node], generation=before.generation)
-        group.nodes.failed(member.node, now, again=False)
-    membership.left_out.clear()
+    left_out, membership.left_out = membership.left_out, []
+    if not left_out:
+        return []
+    group.first_steps.error = ""
+    group.out.extend(kill(member) for member in left_out)  # Ray Train finds them dead, and fills their places
+    detail = f"{membership.patience_s:.0f} s without a word, ended"
+    ranks = [rank for member in left_out if (rank := before.rank_of(member.id)) is not None]
+    nodes = dict.fromkeys(member.node for member in left_out)
+    group.failed(Cause.worker_hung, detail, ranks, nodes, generation=before.generation)
+    return [member for node in nodes for member in group.nodes.failed(node, now, again=False)]
 
 
 def apart_text(apart: Sequence[Member], unit: int) -> str:

@@ -1,12 +1,12 @@
 """What is done about processes that are lost, that hang, or that have trouble of their own. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from regrow.control.arrivals import Arrivals, kind_of
 from regrow.control.commands import Connect, GiveUp, Kill, Outbox, TellOver
-from regrow.control.events import Broke, Died, Gone, PortRefused, Trouble, Unfit
+from regrow.control.events import Broke, Died, Gone, GpuError, PortRefused, Trouble, Unfit
 from regrow.control.health import Health, Suspect
 from regrow.control.membership import Formation, Member, Membership
 from regrow.control.nodes import NodeFailures
@@ -19,6 +19,7 @@ from regrow.control.verification import Finding
 from regrow.record.events import Cause
 
 REMEMBERED_S = 1200.0  # Ray Train tells of a death again and again for half as long; a pid comes round much later
+SPOILT = (Cause.corrupted, Cause.nonfinite)  # the next group begins before what it has in memory
 SUSPECTED = (Cause.node_silent, Cause.worker_hung, Cause.worker_died)  # of several the first is told
 
 
@@ -56,7 +57,8 @@ class Losses:
     ending: Ending | None = None
     formation: Formation | None = None  # the newest
     last_failure: str = ""
-    num_failures: int = 0
+    num_failures: int = 0  # groups that broke
+    _failed: int = -1  # the newest generation of which a failure is told
     ended: Ended = field(default_factory=Ended)  # those that Ray Train has replaced
     processes: frozenset[tuple[str, int]] | None = None  # the only ones, where all start at once; None: not known
     turned_away: set[str] = field(default_factory=set)  # members among them that came back
@@ -94,12 +96,12 @@ class Losses:
         known = {(each.node, each.pid): each for each in [*membership.current, *membership.waiting.values()]}
         if event.cause == Cause.worker_hung:  # they are to go
             self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(gone))
+        dead = [known[each].id for each in gone if each in known]
         if self.ending is None and not any(self.keepers.is_dead(node) for node, _ in gone):
-            self.nodes.died(replace(event, processes=tuple(gone)), now)
+            dead += end(self, self.nodes.died(replace(event, processes=tuple(gone)), now))
         self.nodes.heard_of.difference_update(gone)
         self.troubles.forget(gone)
-        dead = [known[each].id for each in gone if each in known]
-        self._lose(dead, event.cause, event.detail, now, left=event.left)
+        self.lose(dead, event.cause, event.detail, now, left=event.left)
 
     def gone(self, event: Gone, now: float) -> None:
         """A keeper has seen a worker end. Ray tells later, and NCCL never of its peers."""
@@ -108,7 +110,7 @@ class Losses:
         dead = [each for each in those if (each.node, each.pid) == (event.node, event.pid)]
         if dead:
             detail = f"process {event.pid} on node {event.node[:12]}: gone, says its node"
-            self._lose((member.id for member in dead), Cause.worker_died, detail, now)
+            self.lose((member.id for member in dead), Cause.worker_died, detail, now)
 
     def refused(self, event: PortRefused, now: float) -> None:
         """These do not come, for they are dead; Ray Train finds it later."""
@@ -116,7 +118,7 @@ class Losses:
         gone = ", ".join(f"process {member.pid} on node {member.node[:12]}" for member in dead)
         if dead and self.in_place:  # where all restart, Ray Train says why
             detail = f"{gone}: gone, its port refuses connections"
-            self._lose((member.id for member in dead), Cause.worker_died, detail, now)
+            self.lose((member.id for member in dead), Cause.worker_died, detail, now)
 
     def suspected(self, suspects: list[Suspect], now: float) -> None:
         """End processes that keep the others waiting; of one that is gone, or of a dark node, no more is expected."""
@@ -128,12 +130,13 @@ class Losses:
                 self.health.suspects.hung(each.member.node, each.member.pid, rank, now, each.detail)
         details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
         cause = min((each.cause for each in suspects), key=SUSPECTED.index)
-        self._lose((each.member.id for each in suspects), cause, "; ".join(details), now)
+        self.lose((each.member.id for each in suspects), cause, "; ".join(details), now)
 
     def broke(self, event: Broke, now: float) -> None:
         """What it says is kept for the case that all of them cannot go on."""
         if event.generation == self.generation:
-            self.last_failure = event.detail
+            if self._failed != self.generation:  # else peers tell of it
+                self.last_failure = event.detail
             if isinstance(self.state, Forming | Training):
                 own = [each.id for rank, each in enumerate(self.membership.current) if rank == event.rank]
                 self.first_steps.cannot_go_on(event.detail, *own)
@@ -164,13 +167,16 @@ class Losses:
         interrupts: bool = True,
     ) -> None:
         """Record why a group broke, the newest where nothing is said, and how the GPUs of these nodes were; the next
-        generation carries the cause. `interrupts`: there was a group, so that this counts for how often it breaks."""
-        nodes, self.cause, self.last_failure = list(nodes), cause, detail
-        self.num_failures += interrupts
+        generation carries the first failure's cause, unless a later one explains that. `interrupts`: there was a group,
+        so that this counts for how often they break, once for each."""
+        nodes, broken = list(nodes), self.generation if generation is None else generation
+        survivors = {each.id for each in self.membership.survivors}
+        error = self.first_steps.broke(cause, survivors) if broken == self.generation else ""
+        is_first, self._failed = broken != self._failed, broken
+        self.num_failures += interrupts and is_first
+        if is_first or not interrupts or explains(cause, self.cause):
+            self.cause, self.last_failure = cause, error or detail
         gpus = {node: [str(each) for each in self.health.gpus[node]] for node in nodes if node in self.health.gpus}
-        broken = self.generation if generation is None else generation
-        if broken == self.generation:
-            self.last_failure = self.first_steps.broke(cause, {each.id for each in self.membership.survivors}) or detail
         slow = {each.node for each in self.health.suspects.found.values() if each.kind is Kind.slow_link}
         kind = kind_of(cause, detail, nodes, is_dead=self.keepers.is_dead, failures=self.nodes, slow_links=slow)
         fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken, "nodes": nodes}
@@ -186,11 +192,11 @@ class Losses:
         if late := [member for member in self.membership.survivors if member.id in overdue]:
             self.out.extend(kill(member) for member in late)
             detail = f"no first step within {self.first_steps.patience_s:.0f} s of a group with newcomers, ended"
-            self._lose((member.id for member in late), Cause.worker_hung, detail, now)
+            self.lose((member.id for member in late), Cause.worker_hung, detail, now)
         if why := self.too_few.tick(lambda: self.membership.num_left, self.nodes.exclusions.going, now):
             self.give_up(why)
 
-    def _lose(
+    def lose(
         self,
         member_ids: Iterable[str],
         cause: str,
@@ -199,23 +205,23 @@ class Losses:
         *,
         left: int | None = None,
         counts: bool = True,
+        interrupts: bool = True,
     ) -> None:
         """Processes are gone: the other members of the group, which may wait for them in a collective, are told.
 
-        `counts`: as failures of their hosts.
+        `counts`: as failures of their hosts, whose other processes go with them where that was once too often.
         """
         lost = self.membership.died(member_ids, left=left)
+        for node in dict.fromkeys(member.node for member in lost if counts):
+            lost += self.membership.died(end(self, self.nodes.failed(node, now, again=False)))
         self.arrivals.lost(lost, now)
         self.count_left(now)
         if not lost:
             return
         gone = {member.id for member in lost}
         ranks = [rank for rank, member in enumerate(self.membership.current) if member.id in gone]
-        nodes = list(dict.fromkeys(member.node for member in lost))
-        self.failed(cause, detail, ranks, nodes)
+        self.failed(cause, detail, ranks, dict.fromkeys(member.node for member in lost), interrupts=interrupts)
         self.health.lost(lost)
-        for node in nodes if counts else ():
-            self.nodes.failed(node, now, again=False)
         if not isinstance(self.state, LeavingGroup):
             self.enter(Waiting(), now)
         self._tell_over()
@@ -234,35 +240,36 @@ class Losses:
     def _expel(self, why: Mapping[Member, str], now: float, *, counts: bool = True) -> None:
         """These processes end once they hear of it; they are started anew, elsewhere if that `counts` again and again.
         Those of a group break it once."""
-        membership = self.membership
+        membership, others = self.membership, list[Member]()
         for member, detail in why.items():
             self.expelled.add(member.id)
             membership.turn_away(member.id)
             if not membership.current:
                 membership.expected = max(1, membership.expected - 1)
-            self.nodes.unfit(Unfit(member.node, member.pid, detail), now, counts=counts)
+            others += self.nodes.unfit(Unfit(member.node, member.pid, detail), now, counts=counts)
         members = {each.id for each in membership.current}  # with ports, which one that has trouble does not tell
         inside = {member.id: detail for member, detail in why.items() if member.id in members}
         if inside and self.in_place:
-            self._lose(inside, Cause.worker_failed, "; ".join(dict.fromkeys(inside.values())), now)
+            detail = "; ".join(dict.fromkeys(inside.values()))
+            self.lose([*inside, *end(self, others)], Cause.worker_failed, detail, now)
         elif inside:  # Ray Train finds them dead
             self.troubles.own = self.troubles.own or next(iter(inside.values()))
             self.first_steps.broke(Cause.worker_failed, {each.id for each in membership.survivors})
+        else:
+            end_quarantined(self, others, "; ".join(why.values()), now)
 
     def expel_corrupt(self, found: Finding, detail: str, now: float) -> None:
         """The hosts of these members are given up at once; the state that they have spoilt is the caller's to drop."""
         nodes = dict.fromkeys(member.node for member in found.members)
         going = {member.id: member for node in nodes for member in self.nodes.corrupt(node, now)}
-        for member in going.values():
-            self.expelled.add(member.id)
-            self.membership.turn_away(member.id)
-            self.out.append(kill(member))
-        self._lose(going, Cause.corrupted, detail, now, counts=False)
+        self.lose(end(self, going.values()), Cause.corrupted, detail, now, counts=False)
 
     def count_left(self, now: float) -> None:
         """Where all restart, Ray Train counts."""
-        if self.in_place:
-            self.too_few.count(self.membership.num_left, now, deciding=min(self.membership.deciding, default=0))
+        if not self.in_place:
+            self.too_few.restarts(now)
+            return
+        self.too_few.count(self.membership.num_left, now, deciding=min(self.membership.deciding, default=0))
 
     def _tell_over(self) -> None:
         """Once a generation: all of its ranks say so in the end."""
@@ -281,8 +288,40 @@ class Losses:
         return True
 
 
+def explains(cause: str, told: str) -> bool:
+    """Whether a later failure of a group says more of why it broke than the cause that is told."""
+    return (cause not in LOSSES and told in LOSSES) or (cause in SPOILT and told not in SPOILT)
+
+
 def kill(member: Member) -> Kill:
     return Kill(member.node, member.pid, member.started)
+
+
+def end(group: Losses, members: Iterable[Member]) -> list[str]:
+    """Have these end, to be started elsewhere; their ids, which are as good as lost."""
+    ids = list[str]()
+    for member in members:
+        group.expelled.add(member.id)
+        group.out.append(kill(member))
+        ids.append(member.id)
+    return ids
+
+
+def unfit(group: Losses, event: Unfit, now: float) -> None:
+    end_quarantined(group, group.nodes.unfit(event, now), event.detail, now)
+
+
+def gpu_error(group: Losses, event: GpuError, now: float) -> None:
+    why = f"Xid {event.xid} of {event.gpu}, {event.meaning}"
+    end_quarantined(group, group.nodes.gpu_error(event, now), why, now)
+
+
+def end_quarantined(group: Losses, members: Collection[Member], why: str, now: float, *, cause: str = "") -> None:
+    """A host is in quarantine, and these are on it. `cause`: that of the group before, where that is why."""
+    if members:
+        detail = f"node {', '.join(dict.fromkeys(each.node[:12] for each in members))} is in quarantine: {why}"
+        cause, interrupts = cause or Cause.worker_died, not cause
+        group.lose(end(group, members), cause, detail, now, counts=False, interrupts=interrupts)
 
 
 def end_drained(group: Losses, now: float) -> None:

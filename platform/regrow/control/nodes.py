@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from regrow.control.commands import Kill, Outbox
+from regrow.control.commands import Outbox
 from regrow.control.events import Died, GpuError, Notice, Unfit
 from regrow.control.membership import Member, Membership
 from regrow.record.events import Cause
@@ -125,35 +125,40 @@ class NodeFailures:
         self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s, reason="corrupt")
         return [member for member in self._used() if host_of(member.node) == host]
 
-    def unfit(self, event: Unfit, now: float, *, counts: bool = True) -> None:
-        """`counts`: as a failure of its host."""
+    def unfit(self, event: Unfit, now: float, *, counts: bool = True) -> list[Member]:
+        """`counts`: as a failure of its host. Those that are to end, as `failed` says."""
         self.out.record("unfit", node=event.node, pid=event.pid, detail=event.detail)
         self.machines.setdefault(event.node, event.machine or event.node)
         self.heard_of.add((event.node, event.pid))
         host = self._hosts()(event.node)
         if counts and now - self._unfit_at.get(host, now - TOGETHER_S) >= TOGETHER_S:
             self._unfit_at[host] = now
-            self.failed(event.node, now)
+            return self.failed(event.node, now)
+        return []
 
-    def died(self, event: Died, now: float) -> None:
+    def died(self, event: Died, now: float) -> list[Member]:
         """Of these some may have died before they joined: what starts in their places would again, elsewhere it may
-        not. What goes with its node, or would have to soon, is no failure of that."""
+        not. What goes with its node, or would have to soon, is no failure of that. Those that are to end, as `failed`
+        says."""
+        going = list[Member]()
         if event.cause != Cause.worker_died or not self.hears_ray or OF_NODE.search(event.detail):
-            return
+            return going
         for node, pid in event.processes:
             if (node, pid) not in self.heard_of and node not in self.exclusions.going:
                 said = event.detail.removeprefix(f"process {pid} on node {node[:12]}: ")
-                self.unfit(Unfit(node, pid, f"it died before it joined: {said}"), now)
+                going += self.unfit(Unfit(node, pid, f"it died before it joined: {said}"), now)
+        return going
 
-    def gpu_error(self, event: GpuError, now: float) -> None:
+    def gpu_error(self, event: GpuError, now: float) -> list[Member]:
         """The process that meets it fails by itself, if it does. One of a GPU that no member there has is another
-        run's."""
+        run's. Those that are to end, as `failed` says."""
         self.out.record("gpu_error", node=event.node, gpu=event.gpu, xid=event.xid, meaning=event.meaning)
         members = [*self.membership.current, *self.membership.waiting.values()]
         theirs = {member.gpu_uuid for member in members if member.node == event.node}
         if event.meaning and (not event.gpu or not theirs.isdisjoint(("", event.gpu))):
             self.with_gpu_errors[event.node] = self.membership.generation
-            self.failed(event.node, now, again=False)
+            return self.failed(event.node, now, again=False)
+        return []
 
     def slow(self, node: str, now: float) -> None:
         """Leave a slow node, as one that is to be taken away, if spares wait for the places of its ranks."""
@@ -170,12 +175,14 @@ class NodeFailures:
         for node in self.exclusions.draining(event.deadlines):
             self.out.record("drain", node=node, deadline=event.deadlines[node] - event.ahead_s)
 
-    def failed(self, node: str, now: float, *, again: bool = True, is_spared: bool = False) -> None:
-        """Not `again`: but for those that were counted in this generation, whose workers die one by one. `is_spared`: a
+    def failed(self, node: str, now: float, *, again: bool = True, is_spared: bool = False) -> list[Member]:
+        """The members of a host that is in quarantine for that, which are to end, and start elsewhere, given room.
+
+        Not `again`: but for those that were counted in this generation, whose workers die one by one. `is_spared`: a
         host in its place is waited for where the others are too few."""
         generation = self.membership.generation
         if not again and self._failed_in.get(node) == generation:
-            return
+            return []
         self._failed_in[node] = generation
         self.machines.setdefault(node, node)
         host_of = self._hosts()
@@ -183,12 +190,9 @@ class NodeFailures:
         others = [member for member in self.membership.survivors if host_of(member.node) != host]
         is_needed = len(others) < min(self.membership.sizes) and not is_spared
         if is_needed or not self.exclusions.failed(host, now):
-            return
+            return []
         self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s)
-        for member in self._used():
-            if host_of(member.node) == host:
-                self.out.append(Kill(member.node, member.pid, member.started))  # it is started elsewhere, given room
-                self.membership.turn_away(member.id)
+        return [member for member in self._used() if host_of(member.node) == host]
 
     def hosts(self, members: Iterable[Member]) -> dict[str, str]:
         """By which these members' failures are counted, by their ids."""

@@ -104,7 +104,7 @@ FAMILIES = {
         # what went wrong, and what it cost
         Family("regrow_restarts_total", "groups that began to train after another one, by cause", "cause",
                tuple(map(str, (Cause.resume, *FAILURES, *GRACEFUL)))),
-        Family("regrow_failures_total", "failures of groups, by cause", "cause",
+        Family("regrow_failures_total", "groups that broke, by cause; one may for several", "cause",
                tuple(map(str, FAILURES))),
         Family("regrow_recomputed_steps_total", "steps that were taken back, to be done again"),
         Family("regrow_incidents_total", "events worth a look, by kind", "kind", INCIDENTS),
@@ -205,6 +205,7 @@ class Figures:
         self._set("regrow_min_world_size", cluster.min_workers)
         self._set("regrow_own_ray", cluster.address is None)
         self._has_trained = False  # since the newest job began
+        self._failed = set[tuple[int | None, str]]()  # the newest generation that broke, and each cause
         self._idle_since: float | None = None  # no group trains since then
         self._whole: dict[int, float] = {}  # steps of checkpoints, and when they were committed; 0: before the first
         for event in map(_without_lists, events):
@@ -250,7 +251,10 @@ class Figures:
                 if event.cause != Cause.start:
                     self._add("regrow_restarts_total", 1, event.cause)
             case Failure():
-                self._add("regrow_failures_total", 1, event.cause)
+                newest = {each for each in self._failed if event.generation is not None and each[0] == event.generation}
+                if (event.generation, event.cause) not in newest:  # else another of its ranks
+                    self._add("regrow_failures_total", 1, event.cause)
+                self._failed = {*newest, (event.generation, event.cause)}
             case Checkpoint():
                 self._add("regrow_checkpoints_total", 1, "committed")
                 self._add("regrow_checkpoint_seconds_total", event.seconds or 0.0)

@@ -71,20 +71,22 @@ class RunLogs:
 
 
 def faults_of(events: Sequence[Event]) -> list[tuple[Event, str]]:
-    """What failed, and which of the simulator's kinds it was: by the event, a node's death soon after, its cause."""
+    """What failed, and which of the simulator's kinds it was: by the event, a node's death soon after, its cause. Of a
+    generation's ranks on a node, which may be told of one by one, it is one fault."""
     workers = workers_of(events)
     was_its_host = _host_losses(events, workers)
     found: list[tuple[Event, str]] = []
-    known = set[tuple[int | None, tuple[int, ...]]]()
+    known = set[tuple[int | None, str | tuple[int, ...]]]()
     for event in events:
         if isinstance(event, Drain):
             found.append((event, "drain"))
         if not isinstance(event, Failure) or event.cause == Cause.controller_died:
             continue
-        key = event.generation, tuple(sorted(event.ranks or []))
-        if key in known:  # told again
+        ranks: list[tuple[int, ...]] = [tuple(sorted(event.ranks or []))]
+        befallen = {(event.generation, each) for each in nodes_of(event, workers) or ranks}
+        if befallen <= known:  # told again
             continue
-        known.add(key)
+        known |= befallen
         by_cause = KIND_OF[Cause(event.cause)] if event.cause in FAILURES else FaultKind.software
         kind = event.kind or str(by_cause)
         if kind == FaultKind.software and was_its_host(event):
