@@ -87,7 +87,8 @@ def assert_same_run(job: Job, undisturbed: Undisturbed, *, steps: int = STEPS) -
 def test_three_nodes_lose_one_with_its_memory_and_get_one_back(
     undisturbed: Undisturbed, storage: Path, backend: str
 ) -> None:
-    callback = "train.callback=tests.support.counted:Counted"
+    name = "tests.support.counted:Counted"
+    callback = f"train.callback={name}"
     with local_nodes(3, cpus=2) as nodes, start(storage, "nodes", nodes, backend, 2, 3, callback) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
@@ -115,7 +116,8 @@ def test_three_nodes_lose_one_with_its_memory_and_get_one_back(
         assert_same_run(job, undisturbed, steps=job.last_step())
         _, index = choose(*checkpoints_of(str(job.folder)))
         best = min(row["loss"] for row in job.metrics())
-        assert Progress.of(index.scalars).user == expected(job.last_step()) | {"best": best}  # each step once, in order
+        kept = expected(job.last_step()) | {"best": best, "train.callback": name}  # of each step once, in order
+        assert Progress.of(index.scalars).user == kept
 
 
 @pytest.mark.long

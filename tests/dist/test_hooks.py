@@ -42,6 +42,7 @@ from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
 from regrow.train import profile as profile_module
 from regrow.train import saver as saver_module
+from support.counted import expected
 from support.gloo import RankError, run_ranks
 
 RUN, GENERATION, SLOTS = "0123456789abcdef", 3, 2
@@ -400,6 +401,23 @@ def test_a_job_that_goes_on_past_the_first_step_of_its_profile_says_that_it_take
     assert run_ranks(noted_where_training_begins, 1, tmp_path, 5, GENERATION) == [[said]]
     assert run_ranks(noted_where_training_begins, 1, tmp_path, 4, GENERATION) == [[]]
     assert run_ranks(noted_where_training_begins, 1, tmp_path, 5, GENERATION - 1) == [[]]
+
+
+def noted_of_another_callback(folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Notes to the coordinator, and what is kept, of a job that goes on from the state of another callback."""
+    config = PretrainConfig(train=TrainConfig(callback="support.counted:Another"))
+    job: Any = SimpleNamespace(config=config, coordinator=(coordinator := Coordinator(LocalStorage(folder))))
+    process, none = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), None, None), cast(Any, None)
+    place, progress = Coordinates(plan_mesh(dist.get_world_size(), 1), dist.get_rank()), Progress(3, user=expected(3))
+    hooks_module.GenerationHooks(process, GENERATION, none, place, none, Breaker(), progress)
+    return [call[3]["text"] for call in coordinator.calls], progress.user
+
+
+def test_a_callback_whose_class_is_another_one_begins_anew_which_the_first_rank_notes(tmp_path: Path) -> None:
+    said = "begins without a state: the one that is kept is of support.counted:Counted"
+    first, second = run_ranks(noted_of_another_callback, 2, tmp_path)
+    assert first == ([f"train.callback=support.counted:Another: {said}"], {})
+    assert second == ([], {})
 
 
 class Looks:

@@ -39,6 +39,7 @@ from regrow.runtime import opened, torchrun
 from regrow.runtime.torchrun import TorchrunRun, for_this_group
 from regrow.show.console import Console
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
+from regrow.state.entries import Progress
 from regrow.storage import Storage
 from regrow.train.build import build_step
 from regrow.train.step import TrainStep
@@ -252,6 +253,19 @@ def test_a_run_goes_on_with_the_losses_of_one_that_was_not_stopped_where_float8_
     whole, stopped = (losses(read_metrics(Storage.at(tmp_path / name))) for name in ("whole", "stopped"))
     assert len(whole) == STEPS
     assert stopped == whole
+
+
+def test_a_callback_that_a_job_leaves_out_comes_back_without_the_state_of_before(tmp_path: Path, corpus: Path) -> None:
+    """Before, with that of the steps before the job without it."""
+    rows, name = f"data.corpora.rows={corpus}", "train.callback=support.counted:Counted"
+    kept = []
+    for stop, callback in ((4, [name]), (6, []), (8, [name])):
+        run = train_alone(tmp_path, "counted", rows, f"train.stop_at_step={stop}", *callback)
+        kept.append(Progress.of(open_checkpoint(run / "checkpoints", stop).scalars).user)
+    assert [each.get("steps") for each in kept] == [4, None, 2]
+    assert kept[1] == {}
+    notes = [event["text"] for event in read_events(run) if event["event"] == "note"]
+    assert notes == ["train.callback=null: the state of support.counted:Counted is not kept any longer"]
 
 
 def test_a_phase_is_let_go_of_before_the_next_one_is_built(tmp_path: Path, corpus: Path) -> None:
@@ -719,6 +733,17 @@ def test_ranks_on_several_kinds_of_gpu_have_the_numbers_of_the_smallest() -> Non
     )
     assert h100[0] != h200[0]
     assert mixed == h100
+
+
+def test_a_gpu_of_less_memory_than_its_kind_has_is_not_taken_for_a_whole_one() -> None:
+    """A part of one by MIG, and an A100 of 64 GB: passes that fill 79 GiB were settled for both."""
+    settings = ["model=1b", "data=fineweb_edu", "data.seq_len=2048", "parallel.dtype=bfloat16", "parallel.compile=true"]
+    settings += ["optim.num_slices=40", "optim.global_batch_seqs=40"]
+    kinds = [("NVIDIA A100-SXM4-80GB", 80 << 30), ("NVIDIA A100-SXM-64GB", 64 << 30)]
+    whole, small = (run_ranks(numbers_on, 2, [kind] * 2, settings)[0] for kind in kinds)
+    part = run_ranks(numbers_on, 2, [("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 << 30)] * 2, settings)[0]
+    assert small[1] < whole[1]
+    assert part[1:3] == (1, False)
 
 
 H100, H200 = ("NVIDIA H100 80GB HBM3", 80 << 30), ("NVIDIA H200", 141 << 30)

@@ -23,9 +23,14 @@ class Counted:
         self.best, self.seen = float(state["best"]), str(state["seen"])
 
 
+class Another(Counted):
+    """Whose state has the same keys, and is of its own steps."""
+
+
 def expected(last_step: int) -> dict[str, int | float | str]:
-    """After these steps, each once and in order, without the losses."""
+    """What is kept of it after these steps, each once and in order, without the losses."""
     numbers = 0
     for step in range(1, last_step + 1):
         numbers = (numbers * 31 + step) % 1_000_003
-    return {"steps": last_step, "numbers": numbers, "seen": f"up to step {last_step}"}
+    name = {"train.callback": "support.counted:Counted"}
+    return {"steps": last_step, "numbers": numbers, "seen": f"up to step {last_step}", **name}

@@ -17,12 +17,12 @@ from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.record.run_folder import checkpoints_of
 from regrow.state.disk import store
 from regrow.state.disk.catalog import choose, committed_steps
-from regrow.state.entries import Entry, Progress, restored_progress, training_entries
+from regrow.state.entries import Entry, Progress, restored_progress, training_entries, user_scalars
 from regrow.state.exchange.runs import average_run, export_run, import_run
 from regrow.state.memory.slots import open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
-from regrow.train.callback import MOST_BYTES, Called
+from regrow.train.callback import CLASS, MOST_BYTES, MOST_NAME_BYTES, Called
 from support import keepers
 from support.counted import Counted, expected
 from support.ragged import ragged_model
@@ -51,11 +51,47 @@ def test_a_state_goes_through_a_progress_and_back_into_another_callback() -> Non
 
 
 @pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("support.counted:Another", "begins without a state: the one that is kept is of support.counted:Counted"),
+        (None, "the state of support.counted:Counted is not kept any longer"),
+    ],
+)
+def test_a_state_is_given_to_its_own_class_alone_and_is_not_kept_for_a_job_without_it(
+    name: str | None, note: str
+) -> None:
+    """Before, another class was given it, and raised KeyError or went on with it; without one it was kept, and grew old
+    by the time the class came back."""
+    kept = expected(3) | {"best": 1.0}
+    progress = Progress(3, 36, 24, dict(kept))
+    called = Called(name, progress)
+    assert called.note == f"train.callback={name or 'null'}: {note}"
+    assert progress.user == {}
+    called.after_step(ROW)
+    assert progress.user.get("steps") == (1 if name else None)
+    assert progress.user.get(CLASS) == name
+    assert Called(name, progress).note == Called(NAME, Progress(user=kept)).note == Called(None, Progress()).note == ""
+
+
+def test_a_state_of_an_earlier_version_that_does_not_say_whose_it_is_is_given_to_the_callback() -> None:
+    old = {key: value for key, value in expected(3).items() if key != CLASS} | {"best": 1.0}
+    progress = Progress(3, 36, 24, dict(old))
+    called = Called("support.counted:Another", progress)
+    called.after_step(ROW)
+    assert called.note == ""
+    assert (progress.user["steps"], progress.user[CLASS]) == (4, "support.counted:Another")
+    progress = Progress(3, 36, 24, dict(old))
+    assert Called(None, progress).note == "train.callback=null: the state of a callback is not kept any longer"
+    assert progress.user == {}
+
+
+@pytest.mark.parametrize(
     ("kept", "says"),
     [
         ({"a": [1]}, r"its state's 'a' is \[1\], no number or text"),
         ({"a": float("nan")}, "its state's 'a' is nan"),
         ({"a": "x" * MOST_BYTES}, f"bytes as JSON; keep {MOST_BYTES}"),
+        ({CLASS: "x"}, "its state's 'train.callback' is where the class's name is kept; give it another key"),
     ],
 )
 def test_what_cannot_be_kept_ends_in_one_line(kept: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +104,11 @@ def test_what_cannot_be_kept_ends_in_one_line(kept: dict[str, Any], says: str, m
 def test_a_name_that_leads_nowhere_ends_in_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match=f"train.callback={name}: .*; name a class as package.module:Class"):
         Called(name, Progress())
+
+
+def test_a_name_that_a_snapshot_has_no_room_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"has 257 bytes as JSON, and {MOST_NAME_BYTES} are kept; give it a shorter"):
+        Called("x" * (MOST_NAME_BYTES - 1), Progress())
 
 
 def raise_at(where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +167,8 @@ def test_a_snapshot_is_sealed_with_the_state_of_its_step_though_it_was_begun_bef
     """Where steps run ahead of the host, a snapshot is begun before its step's results are read."""
     entries = [Entry(Box.whole("model/w", (4,)), torch.ones(4))]
     snapshots = Snapshots(tmp_path, entries, coordinates=Coordinates(MeshShape(1, 1)), run_id="r", generation=1)
-    largest = {"user.text": "x" * (MOST_BYTES - len('{"user.text": ""}'))}
+    largest: dict[str, Any] = {"user.text": "x" * (MOST_BYTES - len('{"user.text": ""}'))}
+    largest |= user_scalars({CLASS: "x" * (MOST_NAME_BYTES - 2)})
     snapshots.begin(5, Progress(5, 10**15, 10**18, {"text": "before", "gone": 1}).to_dict())
     snapshots.wait()
     snapshots.confirm(5, largest)

@@ -59,6 +59,8 @@ class GenerationHooks:
         self._again: Any = None  # the one of them that has rows sent again
         self._stop = ""  # why to leave
         self._called = Called(process.job.config.train.callback, progress, is_over=lambda: breaker.begun)
+        if self._called.note:
+            self._event("note", {"text": self._called.note})
         self._compiled = compiled
         self.every_steps = 0  # between snapshots, as the coordinator says; 0: it has not
         self.window = _profile_window(process) if self._rank == 0 else None

@@ -168,13 +168,13 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
         )
     if config.cluster.backend is Backend.asynchronous:
         raise ConfigError("cluster.backend=asynchronous: without Ray collectives on CPUs are gloo's; leave it out")
-    name = config.cluster.name
+    name, least_bytes = config.cluster.name, None
     if device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
-        _, name = min(gather((memory_bytes, torch.cuda.get_device_name(device))))
+        least_bytes, name = min(gather((memory_bytes, torch.cuda.get_device_name(device))))
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
-    return settled(replace(config, cluster=cluster))[0]
+    return settled(replace(config, cluster=cluster), at_most_bytes=least_bytes)[0]
 
 
 def patience_s(config: PretrainConfig) -> float:
@@ -239,8 +239,20 @@ def _log_submission(run: "TorchrunRun") -> None:
     """That it begins, and what could not be read of its corpora's source."""
     run.event(_submitted(run.run.run_id))
     for text in run.corpora.left_out():
-        run.event(events.Note(text=text))
-        run.message(text)
+        _note(run, text)
+
+
+def _called(run: "TorchrunRun", start: Progress) -> Called:
+    """Its callback, with the state of this step."""
+    called = Called(run.config.train.callback, start)
+    if called.note:
+        _note(run, called.note)
+    return called
+
+
+def _note(run: "TorchrunRun", text: str) -> None:
+    run.event(events.Note(text=text))
+    run.message(text)
 
 
 class TorchrunRun:
@@ -343,7 +355,7 @@ class TorchrunRun:
         """The group trains this from here on, in a generation of its own; the end of float8 begins the second."""
         self.generation += self._cause is events.Cause.end_of_float8
         self._step, self._coordinates, self._validation = step, coordinates_of(mesh), validation
-        self._called = Called(self.config.train.callback, start)
+        self._called = _called(self, start)
         self._stream = stream_of(next(step.model.buffers()).device)
         worker = {"host": socket.gethostname(), "node": socket.gethostname(), "pid": os.getpid()}
         workers = gather(worker | {"device": str(next(step.model.buffers()).device)})
