@@ -735,6 +735,17 @@ def test_ranks_on_several_kinds_of_gpu_have_the_numbers_of_the_smallest() -> Non
     assert mixed == h100
 
 
+def test_a_gpu_of_less_memory_than_its_kind_has_is_not_taken_for_a_whole_one() -> None:
+    """A part of one by MIG, and an A100 of 64 GB: passes that fill 79 GiB were settled for both."""
+    settings = ["model=1b", "data=fineweb_edu", "data.seq_len=2048", "parallel.dtype=bfloat16", "parallel.compile=true"]
+    settings += ["optim.num_slices=40", "optim.global_batch_seqs=40"]
+    kinds = [("NVIDIA A100-SXM4-80GB", 80 << 30), ("NVIDIA A100-SXM-64GB", 64 << 30)]
+    whole, small = (run_ranks(numbers_on, 2, [kind] * 2, settings)[0] for kind in kinds)
+    part = run_ranks(numbers_on, 2, [("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 << 30)] * 2, settings)[0]
+    assert small[1] < whole[1]
+    assert part[1:3] == (1, False)
+
+
 H100, H200 = ("NVIDIA H100 80GB HBM3", 80 << 30), ("NVIDIA H200", 141 << 30)
 
 

@@ -108,6 +108,12 @@ def test_a_device_is_found_by_its_longest_name():
         assert device.memory_bytes // GIB == gib
 
 
+def test_a_part_of_a_device_is_not_that_device():
+    for name in ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"):
+        assert find_device(name) is None
+    assert find_device("h100-migration") is not None
+
+
 def test_a_device_whose_number_goes_on_is_another_one():
     """Workstation cards of 8 GB had the memory and the speed of an A100."""
     for name in ("NVIDIA RTX A1000", "NVIDIA RTX A1000 Laptop GPU", "H1000"):

@@ -65,13 +65,16 @@ DEVICES = (
 
 
 def find_device(text: str) -> Device | None:
-    """The first device whose name a text contains, in any case and with no further digit: an A1000 is no A100.
+    """The first device whose name a text contains, in any case and with no further digit: an A1000 is no A100. None
+    for a part of one, by MIG.
 
     >>> find_device("NVIDIA H100 80GB HBM3").memory_bytes // GIB
     79
     >>> find_device("h200x8").name
     'H200'
     """
+    if re.search(r"\bMIG\b", text):
+        return None
     return next((each for each in DEVICES if re.search(rf"{each.name}(?!\d)", text, re.IGNORECASE)), None)
 
 

@@ -21,12 +21,15 @@ MOST_SIZES = 9  # of the group, that are looked at
 C = TypeVar("C", bound=PretrainConfig)
 
 
-def settled(config: C) -> tuple[C, str]:
-    """As `settle`, for the GPUs that `cluster.name` names. Raises RegrowError for what `check` refuses."""
+def settled(config: C, *, at_most_bytes: int | None = None) -> tuple[C, str]:
+    """As `settle`, for the GPUs that `cluster.name` names, with so many bytes of memory at the most. Raises RegrowError
+    for what `check` refuses."""
     plan, device = PlanConfig(), None
     if config.cluster.gpus_per_worker:
         with contextlib.suppress(ConfigError):  # a cluster by another name
             device = gpu_of(config, plan)
+    if device is not None and at_most_bytes is not None:
+        device = replace(device, memory_bytes=min(device.memory_bytes, at_most_bytes))
     return settle(config, device, network_of(config, plan))
 
 

@@ -168,13 +168,13 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
         )
     if config.cluster.backend is Backend.asynchronous:
         raise ConfigError("cluster.backend=asynchronous: without Ray collectives on CPUs are gloo's; leave it out")
-    name = config.cluster.name
+    name, least_bytes = config.cluster.name, None
     if device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
-        _, name = min(gather((memory_bytes, torch.cuda.get_device_name(device))))
+        least_bytes, name = min(gather((memory_bytes, torch.cuda.get_device_name(device))))
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
-    return settled(replace(config, cluster=cluster))[0]
+    return settled(replace(config, cluster=cluster), at_most_bytes=least_bytes)[0]
 
 
 def patience_s(config: PretrainConfig) -> float:
