@@ -893,6 +893,21 @@ def reading(*committed: int) -> Told:
     return told
 
 
+def test_at_a_runs_end_no_reading_back_of_an_earlier_checkpoint_is_waited_for_beside_the_last_ones() -> None:
+    """It took twice checkpoint.timeout_s, for which no driver was given the time."""
+    told = reading(10, 20)
+    begun = told.now
+    told(e.StopAsked("interrupted"))
+    told(e.Leaving(1, 20, ""))
+    while told.control.settling.busy or told.now == begun:
+        assert told.now - begun <= told.control.snapshots.checkpoints.timeout_s + 1.0
+        told.now += 1.0
+        told(e.Settle())
+        told()
+    assert told.of(c.ReadBack)[2:] == [c.ReadBack(2, "a", "a"), c.ReadBack(2, "b", "b")], "the last one"
+    assert told.records("note")[-1]["text"].endswith("(not before the run ended): older ones stay")
+
+
 def test_a_checkpoint_that_comes_while_another_is_read_back_waits_for_it() -> None:
     """Each dropped what was being read: where that took longer than a checkpoint, none was ever deleted."""
     told = reading(10, 20, 30)

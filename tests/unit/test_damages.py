@@ -296,6 +296,27 @@ def test_that_storage_does_not_give_back_what_was_written_is_seen(
                 read_back(step, file)
 
 
+def test_reading_back_from_a_remote_store_keeps_no_piece_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept all of them to its end, up to 64 GB beside a node's snapshots."""
+    in_threads, kept = gather.in_threads, list[Any]()
+
+    def watched(function: Any, pieces: Any) -> Any:
+        kept.extend(in_threads(function, pieces))
+
+    monkeypatch.setattr(gather, "PIECE_BYTES", STORED_CHUNK_BYTES)
+    monkeypatch.setattr(gather, "in_threads", watched)
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 3, 2)
+        storage, remote = Storage.at(tmp_path / "checkpoints"), Storage.at(f"memory://{uuid.uuid4().hex}")
+        for file in write_checkpoint(nodes, storage, 3):
+            remote.write_bytes(file.name, (storage / catalog.step_folder(3)).read_bytes(file.name))
+            read_back(remote, file)
+    assert kept
+    assert {*kept} == {None}
+
+
 @pytest.mark.parametrize("is_by_keepers", [True, False])
 def test_a_rank_s_part_is_in_files_that_s3_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_keepers: bool

@@ -335,6 +335,7 @@ def test_a_checkpoint_that_may_not_have_been_read_back_counts_for_none_of_those_
     publisher.close()
 
 
+CUT = ".g000003-a.safetensors.1f.tmp"  # of a keeper that was killed as it wrote
 EARLIER, OWN, LATER, OTHER = "g000001-a.safetensors", "g000003-b.metadata", "g000004-c.safetensors", "part"
 
 
@@ -344,7 +345,7 @@ def test_what_a_checkpoint_that_failed_has_left_is_deleted(tmp_path: Path, besid
     folder, publisher = Storage.at(tmp_path), publisher_in(tmp_path)
     if beside == "a claim":
         publisher = Publisher(folder, "run", keep=2, flush_log=lambda: None, check=superseded)
-    files = [EARLIER, OWN, LATER, OTHER, *(["COMMIT"] if beside == "COMMIT" else [])]
+    files = [EARLIER, OWN, CUT, LATER, OTHER, *(["COMMIT"] if beside == "COMMIT" else [])]
     for name in files:
         (folder / "step-00000010").write_bytes(name, b"")
     version = Version(3, 10)

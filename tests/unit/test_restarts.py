@@ -105,6 +105,21 @@ def test_a_coordinator_that_was_restarted_waits_for_no_process_of_a_group_that_r
     assert come(told, 11, 12).formation is not None
 
 
+@pytest.mark.parametrize("start_step", [None, 4])
+def test_a_group_that_another_coordinator_takes_up_is_not_waited_for(start_step: int | None) -> None:
+    """The run was given up, while it trained."""
+    told = Told(Past(3, 4, restarted=True), in_place=False, min_workers=2, max_workers=2, wait_for_workers_s=60)
+    told(e.Restarted((one(1, "a"), one(2, "b")), start_step, ("a", "b")))
+    if start_step is None:
+        told(e.Began(3, 4, ("a", "b"), {"workers": [{"node": "a"}, {"node": "b"}]}))
+    for step in range(5, 105):
+        told.now += 1.0
+        told()
+        told.row(step)
+    assert told.control.ending is None
+    assert told.records("note") == []
+
+
 def test_a_run_for_which_ray_train_starts_no_group_says_so_and_ends() -> None:
     told = training(wait_for_workers_s=600)
     told(DIED)

@@ -1115,7 +1115,7 @@ def hang_in_their_first_step(told: Told, *late: Member) -> int:
     for second in range(300):
         in_it = {"phase": Phase.first_step, "phase_s": float(second)}
         waits = in_it | WAITS | {"waits_s": second - 1.0, "longest_s": longest_s}
-        wait(told, 1.0, {each.node: in_it if each in late else waits for each in members})
+        wait(told, 1.0, {each.node: in_it if each.pid in {other.pid for other in late} else waits for each in members})
         if told.of(c.Kill):
             break
     assert [(each.node, each.pid) for each in told.of(c.Kill)] == [(each.node, each.pid) for each in late]

@@ -134,7 +134,6 @@ class Checkpoints:
         self._snapshots, self._keepers, self._out = snapshots, keepers, out
         self._wanted: Wanted | None = None
         self._secured = NEVER  # the newest version that was asked for because memory may be lost
-        self._end_at: float | None = None  # the run ends: nothing is tried any more after that
         self._last, self._late = LastSnapshot(snapshots), LateCommits()
         self._milestones = Milestones(cadence.keep_every_steps, steps, out)
         self._failed_at = NO_TIME
@@ -159,7 +158,7 @@ class Checkpoints:
         self.cadence.resumed(start_step, now)
         self.stored = min(self.stored, start_step)
         self.steps.begin(start_step)
-        self._end_at, self._last = None, LastSnapshot(self._snapshots)
+        self.read_backs.end_at, self._last = None, LastSnapshot(self._snapshots)
         self._late.withdraw_after(start_step)
         if self.upload is not None and self.upload.version.step > start_step:
             self._give_up(f"the run went back to step {start_step}", now, withdraw=True)
@@ -180,13 +179,13 @@ class Checkpoints:
 
         `last_step` is the last one that was trained; `is_done`: the run's. To be said again and again.
         """
-        if self._end_at is None and not self.is_left:
-            self._end_at, self._secured = now + self.timeout_s, NEVER
+        if self.read_backs.end_at is None and not self.is_left:
+            self.read_backs.end_at, self._secured = now + self.timeout_s, NEVER
             if self._keepers.known and not self._snapshots.holds(last_step) and self.stored < last_step:
                 patience_s = ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S
                 patience_s = min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
                 self._last.wait(last_step, now + patience_s, is_done=is_done)
-        if not self._last.is_awaited and self._end_at is not None and now <= self._end_at:
+        if not self._last.is_awaited and self.read_backs.end_at is not None and now <= self.read_backs.end_at:
             self.secure("the run ends", now)
 
     def leave_it(self, now: float) -> None:
@@ -217,12 +216,12 @@ class Checkpoints:
     def write_failed(self, event: WriteFailed, now: float) -> None:
         """The next node that has copies is to do it instead."""
         if (found := self._current(event.upload, Stage.WRITING)) is not None:
-            self._give_up_for(found.write_failed(event, at_last=self._end_at is not None), now)
+            self._give_up_for(found.write_failed(event, at_last=self.read_backs.end_at is not None), now)
 
     def spoken(self, event: Spoken, now: float) -> None:
         """What many nodes came to that were to write, or to read back."""
         if (found := self._current(event.upload, Stage.WRITING)) is not None:
-            self._give_up_for(found.spoken(event, now, at_last=self._end_at is not None), now)
+            self._give_up_for(found.spoken(event, now, at_last=self.read_backs.end_at is not None), now)
             return
         for answer in event.answers:
             if isinstance(answer, HasReadBack):
@@ -232,7 +231,7 @@ class Checkpoints:
     def gone_dark(self, nodes: set[str], now: float) -> None:
         """Nothing is to be expected of these nodes any more."""
         if self.upload is not None:
-            self._give_up_for(self.upload.gone_dark(nodes, at_last=self._end_at is not None), now)
+            self._give_up_for(self.upload.gone_dark(nodes, at_last=self.read_backs.end_at is not None), now)
 
     def index_written(self, event: IndexWritten, now: float) -> None:
         if (found := self._current(event.upload, Stage.INDEX)) is not None:
@@ -287,7 +286,7 @@ class Checkpoints:
         """Give up what takes too long, and try again what was asked for."""
         self.read_backs.tick(now)
         late = now - self.timeout_s
-        ended = self._end_at is not None and now > self._end_at
+        ended = self.read_backs.end_at is not None and now > self.read_backs.end_at
         if self._last.has_come(now):
             self._miss_last(now)
         upload, wanted = self.upload, self._wanted

@@ -126,14 +126,15 @@ class ReadBacks:
         self._speakers: dict[str, str] = {}  # by origin whose answer comes with another's: the node that speaks for it
         self._nodes: tuple[str, ...] = ()  # which may be asked
         self._until, self._why = 0.0, ""  # what kept the newest node that could not from reading
+        self.end_at: float | None = None  # the run ends: nothing is tried any more after that
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._next)
 
     def begin(self, new: Committed, now: float) -> None:
-        """COMMIT of this upload is there. Where the run went back, what is being read counts no more."""
-        if not self._waiting or new.step <= self.step:
+        """COMMIT of this upload is there. Where the run went back, or ends, what is being read counts no more."""
+        if not self._waiting or new.step <= self.step or self.end_at is not None:
             self._next = None
             self._start(new, now)
             return
@@ -210,10 +211,11 @@ class ReadBacks:
         self._out.append(ReadBack(self._upload, node, origin))
 
     def tick(self, now: float) -> None:
-        if self._waiting and now > self._until:
-            late = f"not within {self._timeout_s:.0f} s"
+        is_late = self.end_at is not None and now > self.end_at
+        if self._waiting and (is_late or now > self._until):
+            late = "not before the run ended" if is_late else f"not within {self._timeout_s:.0f} s"
             self._give_up(f"{late}; {self._why}" if self._why else late)
-        if self._next is not None and not self._waiting:
+        if self._next is not None and (not self._waiting or self.end_at is not None):
             new, self._next = self._next, None
             self._start(new, now)
 

@@ -132,7 +132,8 @@ class FirstSteps:
         most = frozenset({topology.batch.most_slices_of_a_pass})
         also = most if self.verifies else frozenset()
         self._passes = {each: topology.passes_of(rank) | also for rank, each in enumerate(members)}
-        self._compiled = {each: most for each in members if each not in self.proven} | self._compiled
+        known = {each: self._compiled[each] for each in self._members | self.proven if each in self._compiled}
+        self._compiled = {each: most for each in members if each not in self.proven} | known
         self._compile = any(map(self.may_compile, members))
 
     def may_compile(self, member: str) -> bool:

@@ -31,7 +31,7 @@ from regrow.state.disk.upload import (
 )
 from regrow.storage import Storage, in_threads
 
-NAME = re.compile(r"g(\d+)-")  # of a file of a generation
+NAME = re.compile(r"\.?g(\d+)-")  # of a file of a generation; with a dot while it is being written
 NOTE_AGAIN_S = 5.0  # that a rank computed a checkpoint wrong, where storage has refused the note
 
 

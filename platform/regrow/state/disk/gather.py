@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,12 @@ def write_parts(
     )
 
 
+def _check_piece(target: Storage, name: str, crc: NDArray[np.uint32], piece: tuple[int, int, int]) -> None:
+    """Read it, and keep nothing of it."""
+    begin, size, first = piece
+    read_checked(target, name, begin, begin + size, crc[first:])
+
+
 def read_back(target: Storage, file: DataFile) -> None:
     """Older checkpoints are deleted for this one: storage has what it was given. Raises OSError, and CheckpointError
     where it has not."""
@@ -84,7 +91,7 @@ def read_back(target: Storage, file: DataFile) -> None:
             for begin, size, first in pieces:
                 check(buffer[: target.read_into(file.name, begin, buffer[:size])], crc[first:], size, where)
         else:  # one request after another would take minutes for what is written in one
-            in_threads(lambda each: read_checked(target, file.name, each[0], sum(each[:2]), crc[each[2] :]), pieces)
+            in_threads(partial(_check_piece, target, file.name, crc), pieces)
     except CheckpointError as error:
         raise CheckpointError(f"what was written is not what is read: {error}; is that file system sound?") from error
 
