@@ -641,6 +641,15 @@ def test_help_is_printed_and_no_mistake(environment: dict[str, str], tmp_path: P
     assert "torchrun --nproc-per-node" in done.stdout
 
 
+def test_copies_of_snapshots_of_which_there_are_none_are_no_reason_to_refuse_a_run() -> None:
+    """A run on fewer than three ranks was refused with two copies, for which Ray has other nodes."""
+    assert run_ranks(copies_kept, 1, [*SMALL, "snapshot.copies=2"]) == [2]
+
+
+def copies_kept(arguments: list[str]) -> int:
+    return for_this_group(pretrain_config(arguments), torch.device("cpu")).snapshot.copies
+
+
 @pytest.mark.parametrize("timeout_s", ["inf", "nan", "-1", "1e14"])
 def test_a_timeout_with_which_no_group_can_be_made_is_refused_before_there_is_one(timeout_s: str) -> None:
     """Before, by a traceback of datetime's or gloo's."""

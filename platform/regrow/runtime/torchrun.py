@@ -174,7 +174,9 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
         least_bytes, name = min(gather((memory_bytes, torch.cuda.get_device_name(device))))
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
-    return settled(replace(config, cluster=cluster), at_most_bytes=least_bytes)[0]
+    one_copy = replace(config.snapshot, copies=1)  # of no snapshot: there need be no nodes for more
+    made, _ = settled(replace(config, cluster=cluster, snapshot=one_copy), at_most_bytes=least_bytes)
+    return replace(made, snapshot=config.snapshot)
 
 
 def patience_s(config: PretrainConfig) -> float:
