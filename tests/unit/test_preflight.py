@@ -33,7 +33,7 @@ from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.data.read import corpora as corpora_module
 from regrow.data.read.corpora import begun_with, find_corpora
 from regrow.data.read.manifest import Manifest
-from regrow.errors import DataError, UnavailableError, UnseenError
+from regrow.errors import DataError, ResumeError, UnavailableError, UnseenError
 from regrow.record.run_folder import read_record, run_folder, write_record
 from regrow.runtime.run_folder import find_or_create, write_config
 from regrow.storage import RemoteStorage, Storage
@@ -132,6 +132,41 @@ def test_a_run_goes_on_with_its_corpus_from_another_storage_and_without_settings
     assert check_corpus(config).num_rows == begun.manifests[0].splits["train"].num_rows
     other = replace(config, data=replace(config.data, rows_per_group=32))
     assert begun_with(other) is None
+
+
+def test_a_run_without_settings_is_given_its_corpus_for_the_settings_that_made_it_alone(
+    tmp_path: Path, source: Path, tokenizer: Path
+) -> None:
+    """Before, others were ignored without a word, then written to config.yaml, by which the right ones were refused."""
+    own = shutil.copytree(source, tmp_path / "own")
+    config = config_of(tmp_path, source=str(own), tokenizer=str(tokenizer), min_score=1.0)
+    begun = find_corpora(config, progress=quiet)
+    find_or_create(config, manifest_sha256=begun.sha256)
+    another, apart = tmp_path / "another.json", tmp_path / "apart"
+    another.write_bytes(train_tokenizer(texts(60), vocab_size=512).to_str().encode())
+    apart.mkdir()
+    shutil.copy(own / "0.parquet", apart / "other.parquet")
+    for change in (
+        {"min_score": 2.0},
+        {"min_score": None},
+        {"max_document_chars": 1000},
+        {"rows_per_shard": 64},
+        {"tokenizer": str(another)},
+        {"source": str(apart)},
+    ):
+        assert begun_with(replace(config, data=replace(config.data, **change))) is None, change
+    filtered = replace(config, data=replace(config.data, min_score=2.0))
+    with pytest.raises(
+        ResumeError, match=r"corpus: \w+ -> \w+\): settings of data\.\* are others, or what data\.source"
+    ):
+        find_or_create(filtered, manifest_sha256=find_corpora(filtered, progress=quiet).sha256)
+    (own / "1.parquet").unlink()
+    assert begun_with(config) == begun.folders[0]
+    shutil.rmtree(own)
+    assert begun_with(config) == begun.folders[0]
+    assert begun_with(filtered) is None
+    tokenizer_gone = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "gone.json")))
+    assert begun_with(tokenizer_gone) == begun.folders[0]
 
 
 def test_a_place_where_a_run_was_that_is_out_of_reach_holds_up_nothing(

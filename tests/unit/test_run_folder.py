@@ -151,6 +151,11 @@ def test_another_corpus_is_refused_with_the_settings_that_it_may_come_of(tmp_pat
         find_or_create(changed, manifest_sha256="bb")
     with pytest.raises(ResumeError, match=r"\(corpus: aa -> bb\), by the same settings: what data\.source"):
         find_or_create(config(tmp_path), manifest_sha256="bb")
+    (tmp_path / "mine" / "config.yaml").unlink()  # nothing tells by which
+    with pytest.raises(
+        ResumeError, match=r"\(corpus: aa -> bb\): settings of data\.\* are others, or what data\.source"
+    ):
+        find_or_create(config(tmp_path), manifest_sha256="bb")
     changed = config(tmp_path)
     changed.run.name, changed.data.corpora = "mixed", {"web": "/here"}
     open_run(changed, manifest_sha256="aa")

@@ -22,6 +22,7 @@ from regrow.record.run_folder import (
     differences,
     identity,
     new_run_id,
+    read_config,
     read_record,
     run_folder,
     write_record,
@@ -133,8 +134,9 @@ def _refuse_corpus(config: PretrainConfig, folder: Storage, old: str, new: str) 
     before, now = data_before(folder, config, FROM_KEYS)
     if before != now:
         _refuse_changes(config, {"corpus": old, **before}, {"corpus": new, **now})
+    named = "what data.source, data.tokenizer or data.corpora name has changed since"
+    why = f", by the same settings: {named}" if read_config(folder) else f": settings of data.* are others, or {named}"
     raise ResumeError(
-        f"run {config.run.name!r} began with another corpus (corpus: {old} -> {new}), by the same settings: what "
-        "data.source, data.tokenizer or data.corpora name has changed since; bring that back, or the corpus that it "
-        "began with to <run.storage_path>/data, or choose another run.name"
+        f"run {config.run.name!r} began with another corpus (corpus: {old} -> {new}){why}; bring that back, or the "
+        "corpus that it began with to <run.storage_path>/data, or choose another run.name"
     )

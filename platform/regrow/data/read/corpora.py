@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrow.config.schema import DataConfig, PretrainConfig
-from regrow.data.prepare.prepare import CONTENT_KEYS, PREPARED, Distribute, Progress, find_or_prepare
+from regrow.data.prepare.documents import load_recipe
+from regrow.data.prepare.files import filters_of
+from regrow.data.prepare.prepare import (
+    CONTENT_KEYS,
+    PREPARED,
+    Distribute,
+    Progress,
+    find_or_prepare,
+    read_tokenizer,
+)
 from regrow.data.read.batch import Rows, layout_of
 from regrow.data.read.manifest import Manifest, by_another_version
 from regrow.data.read.range_cache import RangeCache
@@ -24,7 +33,7 @@ from regrow.errors import DataError, RegrowError, UnavailableError
 from regrow.plan.mixture import Mixture, plan_mixture
 from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order
 from regrow.record.run_folder import read_config, read_record, run_folder
-from regrow.storage import Storage, path_of, split_location
+from regrow.storage import Storage, is_remote, path_of, split_location
 
 MADE_BY = ("recipe", "source", "tokenizer", "end_of_text", *CONTENT_KEYS)  # settings of a corpus that a recipe makes
 ELSEWHERE_S = 4.0  # for the place where a run was before: less than a look before a cluster is joined may take
@@ -154,7 +163,8 @@ def find_corpora(config: PretrainConfig, *, progress: Progress, distribute: Dist
 def begun_with(config: PretrainConfig) -> str | None:
     """The folder of the corpus that a run has begun with, and that its recipe made: its source may have grown since, or
     be gone. It is looked for below run.storage_path, and where the run was when its config.yaml was written. None for a
-    run that has not begun, or by other settings, and where that corpus is not there.
+    run that has not begun, or by other settings, and where that corpus is not there. Where there is no config.yaml, the
+    corpus' own manifest tells what settings it was made by.
 
     Raises RegrowError for a damaged record, and where run.storage_path does not answer, or OSError.
     """
@@ -174,12 +184,33 @@ def begun_with(config: PretrainConfig) -> str | None:
     if found is None and there not in (None, here):
         with contextlib.suppress(RegrowError, OSError):  # out of reach from here, perhaps for good
             found = within(ELSEWHERE_S, partial(look, there))
+    if found is not None and not written and not _may_make(data, Manifest.load(found)):
+        return None
     return found
 
 
 def _data_of(identity: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Those settings in a run's record that say how its recipe makes a corpus."""
     return [(key, identity[f"data.{key}"]) for key in MADE_BY if f"data.{key}" in identity]
+
+
+def _may_make(data: DataConfig, manifest: Manifest) -> bool:
+    """Whether these settings may have made a corpus, as far as its manifest tells, which does not say where its source
+    is: of a local one some file's name is the same. What is gone, or out of reach, is not compared."""
+    described: dict[str, Any] = {}
+    if not is_remote(data.source):  # which may take minutes
+        with contextlib.suppress(DataError, OSError):
+            described = load_recipe(data.recipe).describe(data)
+    had, has = manifest.source.get("files"), described.get("files")
+    is_elsewhere = isinstance(had, dict) and isinstance(has, dict) and had.keys().isdisjoint(has)
+    is_filtered_so = list(manifest.filters) == list(described.get("filters", ()) if described else filters_of(data))
+    if is_elsewhere or not is_filtered_so or manifest.rows_per_shard != data.rows_per_shard:
+        return False
+    if data.tokenizer is not None:
+        with contextlib.suppress(RegrowError, OSError):
+            tokenizer = within(ELSEWHERE_S, partial(read_tokenizer, data.tokenizer))
+            return hashlib.sha256(tokenizer).hexdigest() == manifest.tokenizer.sha256
+    return True
 
 
 def _prepared_as(recipe: str, manifest_sha256: str, storage_path: str) -> str | None:
