@@ -274,6 +274,8 @@ def test_what_a_killed_preparation_has_left_of_a_source_that_grew_since_is_named
     (source / "log.jsonl").write_text("".join(lines))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "another.jsonl").write_text("".join(lines[:50]))
+    (tmp_path / "sample").mkdir()
+    (tmp_path / "sample" / "log.jsonl").write_text("".join(lines[:50]))  # a file of the same name, and shorter
     config = replace(CONFIG, recipe="text_files", source=str(source))
 
     def prepare_it(config: DataConfig, killed: bool) -> None:
@@ -285,10 +287,13 @@ def test_what_a_killed_preparation_has_left_of_a_source_that_grew_since_is_named
     def interrupt(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    others = [replace(config, max_document_chars=5000), replace(config, source=str(tmp_path / "other"))]
+    elsewhere = [replace(config, source=str(tmp_path / name)) for name in ("other", "sample")]
+    others = [replace(config, max_document_chars=5000), *elsewhere]
     for each in (*others, config):
         prepare_it(each, killed=True)
     (old,) = (path for path in (tmp_path / "data").glob(".*.building") if cache_name(config) in path.name)
+    of_older_version = shutil.copytree(old, old.with_name(".older.building"))
+    (of_older_version / "source.json").unlink(missing_ok=True)
     with open(source / "log.jsonl", "a") as file:
         file.write(lines[0])
     assert not [name for name in said if "as it was" in name]
@@ -300,6 +305,7 @@ def test_what_a_killed_preparation_has_left_of_a_source_that_grew_since_is_named
     assert [name for name in said if "as it was" in name] == [
         f"passing over {old}, which is of data.source as it was (delete it)"
     ]
+    assert not (tmp_path / "data" / cache_name(config) / "source.json").exists()
 
 
 def plan_of(folder: Path) -> bytes:

@@ -18,6 +18,7 @@ from regrow.data.prepare.files import SourceFiles
 from regrow.record.lock import take_lock
 from regrow.storage import Storage, is_remote
 
+SOURCE_FILE = "source.json"  # beside the plan: where the source is, which a corpus' name does not depend on
 TAIL_BYTES = 1024  # that tell a file which was appended to from one that was written anew
 
 
@@ -62,14 +63,14 @@ def as_read(
     return {**after, "files": {name: size for name, size in has.items() if name in had}}
 
 
-def left_of_shorter_sources(place: Storage, fixed: dict[str, Any]) -> list[Path]:
+def left_of_shorter_sources(place: Storage, fixed: dict[str, Any], source: str | None) -> list[Path]:
     """What killed preparations have left beside a corpus' local place that none goes on with: by the same settings, as
-    `fixed`, and of its source before that grew. Not what another process is at."""
+    `fixed`, and of its `source`, an absolute one, before that grew. Not what another process is at."""
     found = []
     for plan in sorted(place.local_path.parent.glob(f".*.building/{PLAN_FILE}")) if place.is_local else ():
-        with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone meanwhile, or another version's
-            before = json.loads(plan.read_bytes())
-            if _has_grown({key: before[key] for key in fixed}, fixed):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone meanwhile, or an older version's
+            before, of = json.loads(plan.read_bytes()), json.loads(plan.with_name(SOURCE_FILE).read_bytes())
+            if of == source and _has_grown({key: before[key] for key in fixed}, fixed):
                 with open(plan.parent.with_suffix(".lock"), "a+") as file:
                     if take_lock(file):
                         found.append(plan.parent)

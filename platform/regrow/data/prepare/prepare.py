@@ -30,7 +30,7 @@ from regrow.data.prepare.assemble import (
     lay_out,
     shard_name,
 )
-from regrow.data.prepare.changes import as_read, check_unchanged, left_of_shorter_sources, tails
+from regrow.data.prepare.changes import SOURCE_FILE, as_read, check_unchanged, left_of_shorter_sources, tails
 from regrow.data.prepare.documents import (
     DamagedPiece,
     Document,
@@ -100,7 +100,7 @@ def find_or_prepare(
     folder = Storage.at(storage_path) / PREPARED / _name(config, fixed)
     if folder.is_local and folder.exists(MANIFEST):  # perhaps of others, to be read only
         return folder, Manifest.load(str(folder))
-    for left in left_of_shorter_sources(folder, fixed):
+    for left in left_of_shorter_sources(folder, fixed, config.source and absolute(config.source)):
         progress(Task(f"passing over {left}, which is of data.source as it was (delete it)"), 1, 1)
     return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute, fixed=fixed)
 
@@ -224,6 +224,7 @@ class Plan:
             for name in [MANIFEST, SPOOL, TOKENIZER_FILE, *records]:  # without the first it is not finished
                 self.folder.delete(name)
             self.folder.write_bytes(PLAN_FILE, self.content())
+        self.folder.write_bytes(SOURCE_FILE, json.dumps(self.config.source).encode())
 
 
 def shuffle_groups(num_pieces: int) -> list[list[int]]:
