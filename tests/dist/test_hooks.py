@@ -403,6 +403,16 @@ def test_a_job_that_goes_on_past_the_first_step_of_its_profile_says_that_it_take
     assert run_ranks(noted_where_training_begins, 1, tmp_path, 5, GENERATION - 1) == [[]]
 
 
+def test_nothing_is_said_of_a_profile_that_is_there(tmp_path: Path) -> None:
+    """Before, a job that had taken it was said to take none after its controller had died."""
+    taken = LocalStorage(tmp_path / "profiles" / "step-00000005")
+    taken.write_bytes("trace.json.gz", b"")
+    (said,) = run_ranks(noted_where_training_begins, 1, tmp_path, 7, GENERATION)
+    assert len(said) == 1, "the page, which is written last, is not there"
+    taken.write_bytes("summary.md", b"")
+    assert run_ranks(noted_where_training_begins, 1, tmp_path, 7, GENERATION) == [[]]
+
+
 def noted_of_another_callback(folder: Path) -> tuple[list[str], dict[str, Any]]:
     """Notes to the coordinator, and what is kept, of a job that goes on from the state of another callback."""
     config = PretrainConfig(train=TrainConfig(callback="support.counted:Another"))

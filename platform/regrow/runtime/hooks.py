@@ -13,7 +13,7 @@ from regrow.control.phases import Phase
 from regrow.control.states import RowAnswer
 from regrow.control.verification import Outcome
 from regrow.data.read.batch import RankBatch
-from regrow.errors import NotWrittenError, first_line
+from regrow.errors import NotWrittenError, RegrowError, first_line
 from regrow.parallel.compile import CompileCache
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
@@ -65,7 +65,7 @@ class GenerationHooks:
         self.every_steps = 0  # between snapshots, as the coordinator says; 0: it has not
         self.window = _profile_window(process) if self._rank == 0 else None
         is_late = self.window is not None and progress.step >= self.window.steps.start
-        if is_late and generation == process.job.first_generation:
+        if is_late and generation == process.job.first_generation and not _is_profiled(self.window):
             asked = f"observe.profile_at_step={process.job.config.observe.profile_at_step}"
             text = f"{asked}: this job goes on after step {progress.step}, and takes no profile"
             self._event("note", {"text": text})
@@ -232,6 +232,13 @@ class GenerationHooks:
 
     def _commit(self, step_folder: str, pointer: bytes) -> None:
         self._coordinator.commit(step_folder, pointer)
+
+
+def _is_profiled(window: ProfileWindow | None) -> bool:
+    """Whether its profile is there, whole: taken by this job before its controller died, or by one before."""
+    with contextlib.suppress(OSError, RegrowError):  # unknown, of storage that fails
+        return window is not None and window.folder.exists("summary.md")  # which is written last
+    return False
 
 
 def _profile_window(process: Process) -> ProfileWindow | None:
