@@ -58,7 +58,10 @@ POLL_S = 0.2
 INTERRUPTED = "interrupted"
 STOPPING = "stopping after this step with a checkpoint; once more to end at once"
 ENDING = "the run has ended, its log and its report are being written; once more to leave at once"
-NOT_AGAIN = "ends with status 0, so that nothing starts it anew; submit.action=apply has the run taken over again"
+NOT_AGAIN = (
+    "ends with status 0, so that nothing starts it anew; once the other one has ended, submit.action=apply goes on "
+    "with the run"
+)
 LEFT = "left at once: the log's end and the last report may be missing"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
 UNBEGUN_S = 20.0  # for the log of a run that is interrupted before its workers start

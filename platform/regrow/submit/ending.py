@@ -9,7 +9,7 @@ SILENT = (
 )
 _WELL = re.compile(r"stopped (at step \d+|before any) of \d+|finished \d+ steps|ended at once; all ")
 _ILL = re.compile(r"error: |step \d+ is committed in memory|what is committed in memory is not known")
-_TAKEN = re.compile(r"error: .* is written by another job now .* ends with status 0, so that nothing starts it anew")
+_TAKEN = re.compile(r"error: .*; ends with status 0, so that nothing starts it anew")
 _UNBEGUN = "interrupted"  # and, where a run had begun, behind one of the others
 
 
