@@ -27,7 +27,7 @@ from regrow.submit.kubectl import Kubectl, Unreachable, _error
 from regrow.submit.render import Code
 from regrow.submit.submit import check_in_git
 from support import commands
-from support.kubernetes import FAILED, LATE, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
+from support.kubernetes import FAILED, LATE, NAME, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.kubernetes import REFUSED as REFUSED_CONNECTION
 from support.submission import CODE, ENDINGS, FAREWELL, LOST_RUN, compose, rendered
 
@@ -352,6 +352,7 @@ def test_stop_of_a_job_between_two_attempts_deletes_it_and_does_not_say_that_it_
 
 
 AGAIN = RUNNING | {"jobId": "llama8b-x2", "startTime": "2026-01-01T01:00:00Z"}
+BEGINS = AGAIN | {"jobStatus": ""}
 SAME_ID = {"startTime": "2026-01-01T00:00:00Z", "rayJobInfo": {"startTime": "2026-01-01T00:01:00Z"}}
 SUSPENDED = [{"jobDeploymentStatus": "Suspending", "jobStatus": "RUNNING"}, {"jobDeploymentStatus": "Suspended"}]
 
@@ -363,6 +364,11 @@ SUSPENDED = [{"jobDeploymentStatus": "Suspending", "jobStatus": "RUNNING"}, {"jo
         ([RUNNING, {"jobDeploymentStatus": "Retrying", "failed": 1}], ["llama8b-x1"]),
         ([RUNNING, {"jobDeploymentStatus": "Initializing", "jobId": "llama8b-x2"}], ["llama8b-x1"]),
         ([RUNNING, AGAIN, AGAIN, STOPPED], ["llama8b-x1", "llama8b-x2"]),
+        ([RUNNING, BEGINS, AGAIN, AGAIN, STOPPED], ["llama8b-x1", "llama8b-x2"]),
+        (  # what is known later of the one that was asked again makes it no other one
+            [RUNNING | SAME_ID, AGAIN, AGAIN | {"rayJobInfo": {"startTime": "2026-01-01T01:01:00Z"}}, STOPPED],
+            ["llama8b-x1", "llama8b-x2"],
+        ),
         (  # another head knows no job, and the submitter has submitted it again
             [
                 RUNNING,
@@ -390,6 +396,30 @@ def test_a_job_that_begins_anew_while_stop_waits_does_not_train_on(
             act("stop")
     assert [call["arguments"][-1] for call in cluster.calls if "exec" in call["arguments"]] == asked
     assert ("delete rayjobs.ray.io" in cluster.verbs) is (steps[-1] is not STOPPED)
+
+
+@pytest.mark.parametrize(
+    "later", [{"jobDeploymentStatus": "Initializing"}, {"jobDeploymentStatus": "Suspended"}, AGAIN]
+)
+def test_stop_of_one_job_neither_stops_nor_deletes_the_one_that_comes_after_it(
+    cluster: Cluster, later: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it was taken for the job that began anew."""
+    look, looks = kuberay.KubeRay.look, itertools.count(1)
+
+    def look_and_find_another(self: kuberay.KubeRay, meanwhile: str) -> Any:
+        if next(looks) == 2:  # the job was deleted, and applied again
+            assert cluster.job is not None
+            cluster.has("rayjobs.ray.io", NAME, **cluster.job | {"metadata": {"uid": "uid-2"}})
+        return look(self, meanwhile)
+
+    monkeypatch.setattr(kuberay.KubeRay, "look", look_and_find_another)
+    cluster.has_head()
+    cluster.has_job(RUNNING, RUNNING, later, STOPPED, {"do": ["vanish"]})
+    with pytest.raises(kuberay.LostSight, match="RayJob llama8b was deleted meanwhile, and whether its newest"):
+        act("stop")
+    assert [call["arguments"][-1] for call in cluster.calls if "exec" in call["arguments"]] == ["llama8b-x1"]
+    assert "delete rayjobs.ray.io" not in cluster.verbs
 
 
 @pytest.mark.parametrize(("line", "status"), [(FAREWELL, 0), (LOST_RUN, 1)])

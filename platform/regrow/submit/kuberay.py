@@ -161,7 +161,7 @@ class KubeRay:
             return 0
         if status.get("jobStatus") in ENDS and not deleting:
             self.waiting.say(f"RayJob {self.name} ends already: it is {_state_line(status)}")
-            return _until_ended(self, status, wait_s) if wait_s else 0
+            return _until_ended(self, job, wait_s) if wait_s else 0
         if not trains:
             self.delete(job, wait=bool(wait_s))
             return 0
@@ -173,7 +173,7 @@ class KubeRay:
         if not wait_s:
             return 0
         try:
-            return _until_driver_ends(self, status, wait_s) if over else _until_ended(self, status, wait_s)
+            return _until_driver_ends(self, status, wait_s) if over else _until_ended(self, job, wait_s)
         except KeyboardInterrupt:
             self.waiting.say(f"no longer waiting; {ray} was asked to end and does so by itself (submit.action=status)")
             raise
@@ -349,14 +349,16 @@ def _ended(job: KubeRay, status: Object) -> int:
     return _as_its_log_says(job) if status.get("jobStatus") == "STOPPED" else 1
 
 
-def _until_ended(job: KubeRay, asked: Object, wait_s: float) -> int:
-    """Wait for the end of a job that had this status as it was asked to; ask again where it begins anew."""
+def _until_ended(job: KubeRay, before: Object, wait_s: float) -> int:
+    """Wait for the end of a job that was this object as it was asked to; ask again where it begins anew, and leave
+    alone the one of its name that was made after it."""
+    uid, asked = before["metadata"].get("uid"), before.get("status") or {}
     give_up_at = time.monotonic() + wait_s + STOPPING_S
     while time.monotonic() < give_up_at:
         found = job.look("what was asked of Ray is done all the same")
-        status = (found or {}).get("status") or {}
-        if found is None:
+        if found is None or found["metadata"].get("uid") != uid:
             raise LostSight(f"RayJob {job.name} was deleted meanwhile, {UNKNOWN}")
+        status = found.get("status") or {}
         if status.get("jobDeploymentStatus") in ENDED:
             job.waiting.say(_state_line(status))
             ended = _ended(job, status)
@@ -367,8 +369,9 @@ def _until_ended(job: KubeRay, asked: Object, wait_s: float) -> int:
             raise LostSight(f"RayJob {job.name} was about to begin anew, and is deleted, {UNKNOWN}")
         if _trains(found) and _is_another(status, asked) and (head := head_of(job.kubectl, status)) is not None:
             job.ask(head, status)
-            give_up_at = time.monotonic() + wait_s + STOPPING_S
-        asked = asked | status  # what was not known of it may be by now
+            asked, give_up_at = status, time.monotonic() + wait_s + STOPPING_S
+        elif not _is_another(status, asked):
+            asked = asked | status  # what was not known of it may be by now
         job.waiting.on(f"the checkpoint of RayJob {job.name}, which is {_state_line(status)}")
         time.sleep(POLL_S)
     raise ClusterError(f"RayJob {job.name} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=logs")
