@@ -16,7 +16,7 @@ FAREWELL = "stopped at step 7 of 100, loss 2.0000; its checkpoint is committed. 
 LOST = "step 7 is committed in memory and is not in storage (No space left on device); it is lost with the Ray cluster"
 LOST_RUN = (
     "error: run folder x is written by another job now (process 7 on h); ends with status 0, so that nothing starts it "
-    "anew; submit.action=apply has the run taken over again"
+    "anew; once the other one has ended, submit.action=apply goes on with the run"
 )
 ENDINGS = [  # a stopped job's last lines, the exit status of what follows or stops it, and the line that it shows
     (["step  7/100  loss 2.0000", FAREWELL, "step  7/100  loss 2.0000"], 0, FAREWELL),
