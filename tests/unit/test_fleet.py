@@ -258,7 +258,7 @@ class Refusing(LocalStorage):
         return super().write_chunks(name, chunks)
 
 
-@pytest.mark.parametrize("then", ["the note", "another COMMIT", "nothing", "the end"])
+@pytest.mark.parametrize("then", ["the note", "another COMMIT", "nothing", "the end", "damage", "never"])
 def test_that_a_checkpoint_was_computed_wrong_is_noted_again_until_it_is_there(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,13 +276,19 @@ def test_that_a_checkpoint_was_computed_wrong_is_noted_again_until_it_is_there(
         publisher.commit(step_folder(30), b"{}", fence=lambda: None)
     elif then == "nothing":
         (tmp_path / step_folder(30) / COMMIT).unlink()
-    monkeypatch.setattr(Refusing, "is_away", False)
-    if then == "the end":
-        assert publisher.close(60.0)
+    monkeypatch.setattr(Refusing, "is_away", then == "never")
+    if then == "damage":
+        publisher.note_damaged(c.NoteDamaged(30, "cannot be read"))
+    if then == "never":
+        assert publisher.close(60.0) == (
+            "a rank computed step-00000030 wrong, and storage takes no note of that: delete COMMIT there"
+        )
+    elif then == "the end":
+        assert publisher.close(60.0) == ""
     else:
         until(lambda: publisher.done() == [] and not publisher._notes.refused)
         publisher.close(60.0)
-    is_noted = then in ("the note", "the end")
+    is_noted = then in ("the note", "the end", "damage")
     assert computed_wrong(folder, [10, 20, 30]) == ([30] if is_noted else [])
 
 

@@ -211,7 +211,6 @@ class Group(Losses):
         """It is ready, to go on from this step."""
         self.cause = Cause.worker_failed  # until something else is known of this generation
         self.first_steps.began(start_step, now)
-        self.too_few.enough()
         self.enter(Training(self.generation), now)
 
     def take_up(self, state: GroupState, lost: tuple[int, ...] | None, lost_at: float, now: float) -> None:
@@ -221,6 +220,8 @@ class Group(Losses):
             self.membership.over_since = now  # others may have died meanwhile, and none says so again
             self.count_left(min(lost_at, now))
             self._tell_over()  # as the other one may have died before
+        if lost is None:
+            self.too_few.enough()
         self.enter(state if lost is None and self.ending is None else Waiting(), now)
         if isinstance(state, Training):
             self._prove()

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -49,13 +50,13 @@ class Notes:
         return bool(self.refused) and time.monotonic() > self.again_at
 
     def write(self, command: NoteDamaged) -> None:
-        wrong = command.computed_wrong
+        wrong = command.computed_wrong or command.step in self.refused
         try:
             self._check()
             if self._checkpoints.exists(f"{step_folder(command.step)}/{COMMIT}"):
                 note_damaged(self._checkpoints, command.step, command.detail, computed_wrong=wrong)
         except OSError:
-            self.refused |= {command.step: command} if wrong else {}
+            self.refused |= {command.step: replace(command, computed_wrong=True)} if wrong else {}
             return
         except Superseded:
             pass
@@ -280,13 +281,18 @@ class Publisher:
         del self._apart[: sum(isinstance(event, e.Deleted) and not event.upload for event in events)]
         return events
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Whether all is done in time; a deletion that takes longer is gone on with by the next attempt."""
+    def close(self, timeout_s: float | None = None) -> str:
+        """What is not done in time, a line, or empty; a deletion that takes longer is gone on with by the next
+        attempt."""
         if self._notes.refused:
             self._note_again()
         for each in (self.thread, self.deleting):
             each.shutdown(wait=False)
-        return not wait(self._working, timeout_s).not_done
+        is_late = bool(wait(self._working, timeout_s).not_done)
+        if refused := sorted(self._notes.refused):
+            folders = ", ".join(map(step_folder, refused))
+            return f"a rank computed {folders} wrong, and storage takes no note of that: delete {COMMIT} there"
+        return "old checkpoints are still being deleted: the next attempt goes on with it" if is_late else ""
 
     def _begun(self, number: int, version: Version) -> Upload:
         if number not in self._uploads:

@@ -194,8 +194,7 @@ class Shell:
         if self._writer.close(CLOSE_S):
             self.publisher.close(0.0)
             return f"storage is away: {_lost(self._writer.num_lines, is_local=self._folder.is_local)}"
-        deleted = self.publisher.close(DELETE_S)
-        return "" if deleted else "old checkpoints are still being deleted: the next attempt goes on with it"
+        return self.publisher.close(DELETE_S)
 
     def _run(self) -> None:
         while not self._closing.wait(TICK_S):
