@@ -374,7 +374,7 @@ def test_without_changes_in_place_all_workers_restart_from_memory(
 def test_without_changes_in_place_ray_train_restarts_all_workers_for_a_node_that_came(
     storage: Path, backend: str
 ) -> None:
-    """It looks for one once a minute, and tells nobody."""
+    """It looks for one once a minute, and tells no process."""
     more = ["cluster.in_place=false", "train.steps=5000"]
     with local_nodes(2, cpus=2) as nodes, start(storage, "resized", nodes, backend, 2, 3, *more) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)

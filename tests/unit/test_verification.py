@@ -584,8 +584,8 @@ def test_units_of_two_stages_that_differ_are_told_apart_in_a_group_of_three_rank
 ) -> None:
     """Before, the four ranks formed the same two units again and again. Those that differ are among the three."""
     told = Told(parallel=ParallelConfig(pp=2, least_pp=1), verify_every_steps=4, min_workers=2, max_workers=8)
-    everyone = [one(pid, NODES[pid]) for pid in range(4)]
-    told.form(*everyone)
+    all_four = [one(pid, NODES[pid]) for pid in range(4)]
+    told.form(*all_four)
     told.begin(NODES)
     for step in (1, 2):
         told.row(step)
@@ -594,7 +594,7 @@ def test_units_of_two_stages_that_differ_are_told_apart_in_a_group_of_three_rank
     assert (record["waits_for"], record["is_decided"]) == (3, False)
     again = taken_up(told, stored=[], parallel=ParallelConfig(pp=2, least_pp=1), max_workers=8)
     for each in (told, again):
-        members = each.form(*everyone).members
+        members = each.form(*all_four).members
         assert len(members) == 3
         assert set(record["ranks"]) <= {member.pid for member in members}
     told.begin("".join(member.node for member in members))
