@@ -1,6 +1,8 @@
 """A checkpoint of a large group: orders go to the nodes that speak for others, and answers come with theirs."""
 
+import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -9,10 +11,12 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.values import PartTimes, Version
 from regrow.errors import CheckpointError
+from regrow.runtime.keeper import Place
+from regrow.runtime.writing import Writing
 from regrow.state.disk.catalog import open_checkpoint, step_folder
 from regrow.state.disk.format import COMMIT, DataFile
 from regrow.state.disk.packed import PackedFiles
-from regrow.state.disk.upload import Joined, Upload, Written
+from regrow.state.disk.upload import Joined, OrderForAll, Upload, WriteOrder, Written
 from regrow.storage import Storage
 from support.spans import content_of
 from support.told import Told, one
@@ -218,3 +222,31 @@ def test_nodes_of_different_states_are_named(tmp_path: str) -> None:
     upload.joined(Joined.together([Joined.of({"a": written(0)}), Joined.of({"b": written(1, step=4)})]))
     with pytest.raises(CheckpointError, match="node b holds another state than a"):
         upload.index_order.carry_out(upload.folder, lambda files: files)
+
+
+class SpokenFor(Writing):
+    """A keeper that another one speaks for."""
+
+    def __init__(self) -> None:
+        self.node_id, self.lock, self.place, self._own = "a", threading.Lock(), Place(leader="b"), {}
+        self.orders: list[str] = []
+
+    @property
+    def _keeper(self) -> Any:
+        return self
+
+    def write(self, order: WriteOrder) -> Written:
+        self.orders.append(order.folder)
+        return Written((), 1, {}, {}, {})
+
+
+def test_a_checkpoint_that_is_read_back_after_the_next_one_was_ordered_is_read_by_way_of_the_tree() -> None:
+    """Each node was asked by itself, as a keeper remembered the newest order alone."""
+    keeper = SpokenFor()
+    orders = [OrderForAll(Version(1, step), str(step), f"token-{step}", "a", 5.0) for step in range(10, 60, 10)]
+    for order in orders:
+        keeper.write_all(order)
+        keeper.write_all(order)
+    assert keeper.orders == ["10", "20", "30", "40", "50"], "each once"
+    assert [keeper.read_back_all(order) for order in orders] == [{}, {}, {"a": ""}, {"a": ""}, {"a": ""}]
+    assert keeper.read_back_all(orders[-1]) == {}, "of two that ask, the first has the answer"

@@ -123,7 +123,7 @@ class Keeper(Speaking, Writing):
         self.lock, self.placing = threading.Lock(), threading.Lock()
         self.word = ControlWord()
         self.coordinator: Any = None
-        self.place, self._own = Place(), Own()
+        self.place, self._own = Place(), dict[str, Own]()
         self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
         self.passed_on = Version()  # the newest of which all have reported
         self.heard_at = time.monotonic()

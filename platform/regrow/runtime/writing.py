@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 STORAGE, DEVICES, OF_ALL = "storage", "devices", "of all"  # calls that may hang, and keep no others from being answered
 GROUPS = {STORAGE: 4, DEVICES: 2, OF_ALL: 4}
+KEPT = 3  # orders for all of which a node remembers what it has written: one may be read back when the next ones come
 FETCH_S = 60.0  # for what nodes have told of their files to come from where it is held
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -33,10 +34,9 @@ def on_threads_of(group: str) -> Callable[[Method], Method]:
 
 
 class Own:
-    """What this node has written for the newest order for all."""
+    """What this node has written for an order for all."""
 
-    def __init__(self, token: str = "") -> None:
-        self.token = token
+    def __init__(self) -> None:
         self.written: Future[Written] = Future()
         self.is_read = False  # or is being read back
 
@@ -46,9 +46,9 @@ class Own:
         except Exception as error:  # storage raises many kinds
             self.written.set_exception(error)
 
-    def answers(self, token: str) -> bool:
+    def is_there(self) -> bool:
         """Whether an order that repeats that one has its answer here, or will have."""
-        return bool(token) and token == self.token and not (self.written.done() and self.written.exception())
+        return not (self.written.done() and self.written.exception())
 
 
 class Writing:
@@ -57,7 +57,7 @@ class Writing:
     node_id: str
     lock: threading.Lock
     place: "Place"
-    _own: Own
+    _own: dict[str, Own]  # by token, of the newest orders for all
 
     @property
     def _keeper(self) -> KeeperNode: ...  # type: ignore[empty-body]
@@ -65,15 +65,17 @@ class Writing:
     @on_threads_of(STORAGE)
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""
-        own = self._own
-        return own.written.result() if own.answers(order.repeats) else self._keeper.write(order)
+        own = self._own.get(order.repeats)
+        return own.written.result() if own is not None and own.is_there() else self._keeper.write(order)
 
     @on_threads_of(OF_ALL)
     def write_all(self, order: OrderForAll) -> Joined:
         """Its own part, and what members come to in time. Of one order the first call has the answer."""
         with self.lock:
-            members, is_new = self.place.members, self._own.token != order.token
-            self._own = own = Own(order.token) if is_new else self._own
+            members, own = self.place.members, Own()
+            is_new = self._own.setdefault(order.token, own) is own
+            for token in [*self._own][:-KEPT]:
+                del self._own[token]
         if not is_new:
             return Joined.of({})
         calls = [member.write_all.remote(order) for member in members]
@@ -94,11 +96,10 @@ class Writing:
     def read_back_all(self, order: OrderForAll) -> dict[str, str]:
         """The same of what this node has written for this order, and of what members have for it, by node."""
         with self.lock:
-            own, members = self._own, self.place.members
-            is_new = own.token == order.token and not own.is_read
-            own.is_read = own.is_read or is_new
-        if not is_new:
-            return {}
+            own, members = self._own.get(order.token), self.place.members
+            if own is None or own.is_read:
+                return {}
+            own.is_read = True
         calls, found = [member.read_back_all.remote(order) for member in members], dict[str, str]()
         with contextlib.suppress(Exception):  # storage raises many kinds: then it is left out
             found[self.node_id] = _wrong(order.folder, own.written.result().files)
