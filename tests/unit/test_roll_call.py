@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,8 +180,8 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
     made.start_training(1, 0, {"workers": [{"node": member.node} for member in members]})
     time.sleep(1.0)  # they are met meanwhile
     processes[2].kill()
-    made.join(members[0], 3)
-    made.join(members[1], 3)
+    for member in members[:2]:
+        made.join(replace(member, port=member.port + 1), 3)  # each has another store for each group
     give_up_at = time.monotonic() + 10
     while (seat := made.formation("a", 1).seat) is None and time.monotonic() < give_up_at:
         time.sleep(0.01)
