@@ -59,12 +59,12 @@ def build_dataset(
 
 def end_executions() -> None:
     """End the Datasets that run in this process, also one whose tasks hang: what iterates over it goes on. Returns at
-    once; tasks are cancelled, and hold their CPUs where they cannot be."""
+    once; their processes are killed, which gives back the CPUs of all but those that no signal reaches."""
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
     for thread in threading.enumerate():
         if isinstance(thread, StreamingExecutor):
-            ending = threading.Thread(target=thread.shutdown, kwargs={"force": False}, name="end-dataset", daemon=True)
+            ending = threading.Thread(target=thread.shutdown, kwargs={"force": True}, name="end-dataset", daemon=True)
             ending.start()
 
 
