@@ -258,7 +258,22 @@ class Refusing(LocalStorage):
         return super().write_chunks(name, chunks)
 
 
-@pytest.mark.parametrize("then", ["the note", "another COMMIT", "nothing", "the end", "damage", "never"])
+def test_a_note_of_damage_does_not_take_the_place_of_one_that_a_rank_computed_wrong_and_storage_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is only damaged is tried again where nothing else is left."""
+    monkeypatch.setattr(Refusing, "is_away", True)
+    save_one_by_one(Storage.at(tmp_path), [whole_entry("w", torch.zeros(3))], scalars={"step": 20}, run_id="run")
+    notes = publisher_module.Notes(Refusing(tmp_path), lambda: None)
+    notes.write(c.NoteDamaged(20, "a rank computed wrong", computed_wrong=True))
+    notes.write(c.NoteDamaged(20, "cannot be read"))
+    monkeypatch.setattr(Refusing, "is_away", False)
+    notes.write(c.NoteDamaged(20, "cannot be read"))
+    assert not notes.refused
+    assert computed_wrong(Storage.at(tmp_path), [20]) == [20]
+
+
+@pytest.mark.parametrize("then", ["the note", "another COMMIT", "nothing", "the end", "never"])
 def test_that_a_checkpoint_was_computed_wrong_is_noted_again_until_it_is_there(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,8 +292,6 @@ def test_that_a_checkpoint_was_computed_wrong_is_noted_again_until_it_is_there(
     elif then == "nothing":
         (tmp_path / step_folder(30) / COMMIT).unlink()
     monkeypatch.setattr(Refusing, "is_away", then == "never")
-    if then == "damage":
-        publisher.note_damaged(c.NoteDamaged(30, "cannot be read"))
     if then == "never":
         assert publisher.close(60.0) == (
             "a rank computed step-00000030 wrong, and storage takes no note of that: delete COMMIT there"
@@ -288,7 +301,7 @@ def test_that_a_checkpoint_was_computed_wrong_is_noted_again_until_it_is_there(
     else:
         until(lambda: publisher.done() == [] and not publisher._notes.refused)
         publisher.close(60.0)
-    is_noted = then in ("the note", "the end", "damage")
+    is_noted = then in ("the note", "the end")
     assert computed_wrong(folder, [10, 20, 30]) == ([30] if is_noted else [])
 
 
